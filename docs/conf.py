@@ -118,6 +118,7 @@ NAVIGATION = {
         "docs/reference/storage-format",
         "docs/how-to/record-decisions",
         "docs/reference/simulated-faults",
+        "docs/reference/hardening",
         "docs/*",
         "CONTRIBUTING",
         "CHANGELOG",

@@ -2,6 +2,9 @@
 
     python docs/draw_lab.py          write the tables of docs/evaluation/*.md and all plots
     python docs/draw_lab.py --check  exit with 1 if a table is not what its data says
+    python docs/draw_lab.py --merge FILE…
+                                     add results of `dualpath chaos simulate --json` and
+                                     `dualpath chaos fuzz --json` to the data of Hardening, and draw
 
 The prose of a page is written by hand.  A table, or the lines on how to repeat its runs, stands
 between two marks,
@@ -10,16 +13,21 @@ between two marks,
     <!-- end -->
 
 and is drawn from ``docs/evaluation/lab/NAME.json``, ``peers-matrix`` from the files of runs in
-``docs/evaluation/peers/cells``.  ``DRAWN`` lists the kinds.
+``docs/evaluation/peers/cells``.  The page ``docs/reference/hardening.md`` is drawn as well: results
+of seeds and fuzzing are in ``docs/evaluation/hardening``.  ``DRAWN`` lists the kinds.
 """
 
+import itertools
 import re
 import shlex
 import sys
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from dualpath.report.files import drawn
 from dualpath.report.markdown import table as as_markdown
@@ -32,6 +40,8 @@ from dualpath_sim.harness.files import read as read_page
 
 EVALUATION = Path(__file__).parent / "evaluation"
 LAB = EVALUATION / "lab"
+HARDENING = EVALUATION / "hardening"
+PAGES = (*sorted(EVALUATION.glob("*.md")), EVALUATION.parent / "reference" / "hardening.md")
 
 _MARK = re.compile(r"(<!-- drawn: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -221,6 +231,94 @@ def campaigns(*names: str) -> Table:
     return Table("", heads, tuple(rows))
 
 
+def kinds_of_faults(*names: str) -> Table:
+    """How often each fault was made in real processes, and at how many steps of requests."""
+    made: Counter[tuple[str, str]] = Counter()
+    steps: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for name in names:
+        for cell in read(name).data["matrix"]:
+            kind = cell["component"], cell["fault"]
+            made[kind] += cell["made"]
+            if cell["made"]:
+                steps[kind].add(cell["step"])
+    rows = [(*kind, f"{made[kind]:,}", str(len(steps[kind]))) for kind in sorted(made)]
+    total = ("all", "", f"{sum(made.values()):,}", str(len(set().union(*steps.values()))))
+    return Table("", ("component", "fault", "made", "at steps"), (*rows, total), "llrr")
+
+
+#: The sums that are drawn of seeds.
+_SUMMED = ("seeds", "faults", "requests", "answered", "events")
+
+
+def simulated_seeds() -> Table:
+    """Simulated clusters: contiguous ranges of seeds, and what they had in sum."""
+    stored = msgspec.json.decode((HARDENING / "seeds.json").read_bytes())
+    ranges: list[dict[str, Any]] = []
+    for part in sorted(stored, key=lambda one: one["first"]):
+        last = ranges[-1] if ranges else None
+        if last is None or last["first"] + last["seeds"] != part["first"]:
+            ranges.append(dict(part))
+            continue
+        for name in (*_SUMMED, "virtual_s", "failing"):
+            last[name] = last[name] + part[name]
+    rows = [
+        (
+            f"{one['first']:,} to {one['first'] + one['seeds'] - 1:,}",
+            *(f"{one[name]:,}" for name in _SUMMED),
+            f"{one['virtual_s'] / 3600:,.1f}",
+            ", ".join(map(str, one["failing"])) or "none",
+        )
+        for one in ranges
+    ]
+    heads = (
+        *("seeds", "clusters", "faults", "requests", "answered in full", "events"),
+        *("hours of virtual time", "seeds with problems"),
+    )
+    return Table("", heads, tuple(rows), "lrrrrrrl")
+
+
+def fuzzed() -> Table:
+    """What parsers were fuzzed with, and how they answered."""
+    rows = []
+    for path in sorted(HARDENING.glob("fuzz-*.json")):
+        one = msgspec.json.decode(path.read_bytes())
+        came = ", ".join(f"{number:,} {name}" for name, number in one["outcomes"].items())
+        grown_mib = (one["end_bytes"] - one["warm_bytes"]) / (1 << 20)
+        cells = (one["subject"], str(one["seed"]), f"{one['count']:,}", came)
+        rows.append((*cells, f"{one['findings_total']:,}", f"{grown_mib:+.1f}"))
+    heads = ("subject", "seed", "inputs", "outcomes", "findings", "memory, MiB")
+    return Table("", heads, tuple(rows), "lrrlrr")
+
+
+def merge(paths: Sequence[str]) -> None:
+    """Add results to the stored ones; a result of the same seeds replaces the stored one.
+
+    A result of seeds without ``first`` has it as the name of its file.  Raises ``SystemExit`` for
+    ranges of seeds that overlap.
+    """
+    seeds_file = HARDENING / "seeds.json"
+    stored = msgspec.json.decode(seeds_file.read_bytes()) if seeds_file.exists() else []
+    parts = {part["first"]: part for part in stored}
+    for path in map(Path, paths):
+        result = msgspec.json.decode(path.read_bytes())
+        if "subject" in result:
+            target = HARDENING / f"fuzz-{result['subject']}.json"
+            target.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+            continue
+        first = result["first"] if "first" in result else int(path.stem)
+        parts[first] = {"first": first, **result}
+    if not parts:
+        return
+    ordered = [parts[first] for first in sorted(parts)]
+    for one, following in itertools.pairwise(ordered):
+        if one["first"] + one["seeds"] > following["first"]:
+            raise SystemExit(
+                f"seeds from {one['first']} and from {following['first']} overlap; remove one of "
+                f"them from {seeds_file}"
+            )
+    seeds_file.write_bytes(msgspec.json.format(msgspec.json.encode(ordered)) + b"\n")
+
+
 def matrix(_: str) -> Table:
     """Every regime beside every stack."""
     return jct_by_regime(read_regimes(EVALUATION / "peers" / "cells"))
@@ -269,6 +367,9 @@ DRAWN: dict[str, Callable[..., Table | str]] = {
     "targets": targets,
     "campaigns": campaigns,
     "matrix": matrix,
+    "kinds-of-faults": kinds_of_faults,
+    "seeds": simulated_seeds,
+    "fuzz": fuzzed,
 }
 
 
@@ -304,7 +405,7 @@ def with_tables(page: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Return every page with drawn tables, as it should be."""
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted(EVALUATION.glob("*.md"))}
+    texts = {path: path.read_text(encoding="utf-8") for path in PAGES}
     return {path: with_tables(text) for path, text in texts.items()}
 
 
@@ -317,6 +418,8 @@ def main(arguments: Sequence[str]) -> int:
     """Draw everything, or check the tables; return the exit code."""
     if "--check" in arguments:
         return int(not current())
+    if arguments and arguments[0] == "--merge":
+        merge(arguments[1:])
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
     for path in LAB.glob("*.json"):

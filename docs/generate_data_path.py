@@ -14,7 +14,7 @@ from dualpath.core.runs import BlockRun, HitRun
 from dualpath.plan.bounds import link_bytes
 from dualpath.plan.movements import Link, Place
 from dualpath.plan.order import waits_for
-from dualpath.plan.steps import PromptLayout, Step, generated_steps, whole_plan
+from dualpath.plan.steps import PromptLayout, Step, append_plan, generated_steps, whole_plan
 
 PAGE = Path(__file__).parent / "reference" / "data-path.md"
 
@@ -48,8 +48,11 @@ ones, the last of them not full. A block has {GEOMETRY.block_tokens} tokens in
   the start of the prompt.
 - *waits for*: the steps that bring its blocks, in its layer, to its source, or the computation of
   that layer. Derived by `plan/order.py`; a test compares engines' traces with it.
-- *links*: the directions of devices that carry each of its bytes once. A copy within an engine is
-  an RDMA write through its own CNIC (§4.2), which reads and writes the bytes.
+- *links*: the directions of devices that carry each of its bytes once. In the paper a copy
+  within an engine is an RDMA write through its own CNIC (§4.2), which reads and writes the bytes;
+  here that was not seen yet: UCX chooses how such a transfer is made. Engines of one machine that
+  [share memory](../architecture.md#engines-of-one-machine-share-memory) copy instead: the PE's
+  processor or GPU moves the bytes between the DE's buffer and its own HBM, which no CNIC carries.
 - *bytes*: blocks · layers · bytes of a Layer Block, times the chunks that repeat the step.
 """
 
@@ -62,6 +65,16 @@ The PE reads {_SPLIT} blocks, the DE the other {HITS - _SPLIT} (§6.1, future wo
 _CHUNKS_TEXT = """\
 Where HBM holds a few layers only, each chunk loads all KV before it: hits from the buffer that they
 were read to, blocks of earlier chunks from the DE buffer. Here on the DE path:
+"""
+
+
+_HIT = PromptLayout(
+    GEOMETRY, HITS * GEOMETRY.block_tokens, (HitRun(Role.DECODE, BlockRun(0, HITS)),)
+)
+_APPEND_TEXT = """\
+Beyond the paper, with `append_at_decode_tokens` ([append at the decode
+engine](../architecture.md#append-at-the-decode-engine)). No PE has a part in it; what the DE
+caches in DRAM is not read. Blocks that the append fills are stored as generated ones.
 """
 
 
@@ -93,6 +106,9 @@ def render() -> str:
             "\n## A prompt in two chunks\n",
             _CHUNKS_TEXT,
             *_table(chunked),
+            "\n## A hit behind which the DE computes\n",
+            _APPEND_TEXT,
+            *_table(list(append_plan(_HIT))),
             "\n## A generated block\n",
             "When it is full; it counts itself as block 0.\n",
             *_table(list(generated_steps(GEOMETRY, slot=0))),

@@ -177,6 +177,11 @@ class WorldTransport:
         return transfer
 
     @property
+    def posts(self) -> int:
+        """How many transfers were posted."""
+        return len(self._moving)
+
+    @property
     def moving_bytes(self) -> int:
         """Bytes of posted transfers that are not over."""
         moving = (transfer for _, transfer in self._moving)
@@ -237,7 +242,9 @@ class WorldCopy(WorldTransfer):
 
 
 class WorldCopier:
-    """A copy engine with a stream of its own."""
+    """A copy engine with a stream of its own; ``queued`` counts the copies queued so far."""
+
+    queued = 0
 
     def __init__(self, world: World, regions: list[RegionInfo]) -> None:
         self._stream = Stream(world)
@@ -255,6 +262,7 @@ class WorldCopier:
         after: DeviceEvent,
     ) -> WorldCopy:
         """Queue a copy."""
+        self.queued += 1
         ends = [
             (find_region(named_regions(self._regions, ()), name, "self"), pieces)
             for name, pieces in ((source, source_pieces), (destination, destination_pieces))
@@ -275,6 +283,9 @@ class WorldDevice:
 
     def pin(self, address: int, size_bytes: int, keep_alive: object) -> None:
         """All memory is reachable."""
+
+    def hbm_copies(self) -> None:
+        """The transport moves what is between engines."""
 
     def record(self) -> WorldEvent:
         """See ``Stream.record``."""

@@ -51,5 +51,15 @@ def report(
     tokens: int,
     read_tokens: int,
     free_hbm_tokens: int,
+    unallocated_hbm_tokens: int,
 ) -> None:
-    scheduler.report(hold(state), engine, left_out, requests, tokens, read_tokens, free_hbm_tokens)
+    scheduler.report(
+        hold(state),
+        engine,
+        left_out,
+        requests,
+        tokens,
+        read_tokens,
+        free_hbm_tokens,
+        unallocated_hbm_tokens,
+    )

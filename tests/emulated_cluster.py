@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.engine.control.surroundings import Surroundings
+from dualpath.engine.control.surroundings import LIVE, Surroundings
+from dualpath.engine.passes.device import Device
 from dualpath.engine.settings import EngineSettings
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
+from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Transport
 from dualpath.transport.in_process import InProcessFabric
 from dualpath_lab.emulated.process import EmulatedEngine, emulated_engine
@@ -39,9 +41,18 @@ GEOMETRY = block_geometry(COSTS.layers, 4, COSTS.kv_bytes_per_token)
 class Cluster:
     """A running cluster: its endpoint, router service and engines."""
 
-    def __init__(self, endpoint: str, service: RouterService, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        service: RouterService,
+        http: aiohttp.ClientSession,
+        storage: Callable[[BlockStorage], BlockStorage] = lambda opened: opened,
+    ) -> None:
         self.fabric = InProcessFabric()
-        self.surroundings = Surroundings(open_transport=self._open_transport)
+        self.surroundings = Surroundings(
+            open_transport=self._open_transport,
+            open_storage=lambda *where: storage(LIVE.open_storage(*where)),
+        )
         self.endpoint = endpoint
         self.service = service
         self.arrivals = Arrivals(service)
@@ -50,7 +61,7 @@ class Cluster:
         #: Those of all ranks, by their agents' names.
         self.transports: dict[str, CountingTransport] = {}
 
-    def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
+    def _open_transport(self, agent: str, settings: EngineSettings, device: Device) -> Transport:
         self.transports[agent] = CountingTransport(agent, self.fabric)
         return self.transports[agent]
 
@@ -135,6 +146,7 @@ async def cluster(
     router: RouterSettings | None = None,
     prefill_tp: int = 1,
     decode_tp: int = 1,
+    wrap_storage: Callable[[BlockStorage], BlockStorage] = lambda opened: opened,
     **changes: Any,
 ) -> AsyncIterator[Cluster]:
     """Run a cluster in the block; ``prefill_tp`` and ``decode_tp`` are ranks of an engine."""
@@ -144,7 +156,7 @@ async def cluster(
         endpoint, service = await stack.enter_async_context(
             emulated_router(settings, "127.0.0.1", 0)
         )
-        made = Cluster(endpoint, service, http)
+        made = Cluster(endpoint, service, http, wrap_storage)
         for role, count, ranks in (
             (Role.PREFILL, prefill, prefill_tp),
             (Role.DECODE, decode, decode_tp),

@@ -1,4 +1,4 @@
-"""Small emulated engines in shared memory, for clusters launched like those of vLLM."""
+"""Small emulated engines, for clusters launched like those of vLLM."""
 
 from dualpath_lab.emulated.commands import emulated_commands
 from dualpath_lab.emulated.settings import EmulatedOptions
@@ -9,6 +9,5 @@ EMULATED = emulated_commands(
         kv_bytes_per_token=4096,
         block_tokens=16,
         hbm_bytes=16 << 20,
-        transport="memory",
     )
 )

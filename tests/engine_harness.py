@@ -19,6 +19,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Assign,
     Message,
+    PeerUp,
     Persist,
     Read,
     ReadDone,
@@ -33,6 +34,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.control.traffic_manager import TrafficManager
+from dualpath.engine.passes.device import Device, HostDevice
 from dualpath.engine.passes.hbm_layout import shared_layers
 from dualpath.engine.passes.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.passes.step_transfers import PrefillChunk
@@ -123,6 +125,7 @@ class ToyEngine:
         transfer_deadline_s: float = GUARD_S,
         threads: Threads = OS_THREADS,
         geometry: BlockGeometry = GEOMETRY,
+        open_device: Callable[[], Device] = HostDevice,
     ) -> None:
         self.regions = layer_buffers or geometry.layers
         size = max(map(geometry.bytes_of, range(geometry.layers)))
@@ -164,6 +167,7 @@ class ToyEngine:
             transport,
             layout,
             self.outbox.put,
+            open_device(),
             threads=threads,
             holder=self.held,
         )
@@ -226,6 +230,7 @@ class ToyCluster:
         transfer_deadline_s: float = GUARD_S,
         threads: Threads = OS_THREADS,
         geometry: BlockGeometry = GEOMETRY,
+        open_device: Callable[[], Device] = HostDevice,
     ) -> None:
         self.fabric = InProcessFabric()
         self.geometry = geometry
@@ -245,6 +250,7 @@ class ToyCluster:
             transfer_deadline_s=transfer_deadline_s,
             threads=threads,
             geometry=geometry,
+            open_device=open_device,
         )
         self.decode = [
             ToyEngine(
@@ -258,13 +264,16 @@ class ToyCluster:
                 transfer_deadline_s=transfer_deadline_s,
                 threads=threads,
                 geometry=geometry,
+                open_device=open_device,
             )
             for number in range(decode_engines)
         ]
         self.de = self.decode[0]
-        self.pe.command(Registered(peers=tuple(de.manager.address(de.epoch) for de in self.decode)))
+        self.pe.command(Registered())
         for de in self.decode:
-            de.command(Registered(peers=(self.pe.manager.address(self.pe.epoch),)))
+            de.command(Registered())
+            for engine, peer in ((self.pe, de), (de, self.pe)):
+                engine.command(PeerUp(peer.manager.address(peer.epoch)))
 
     def close(self) -> None:
         """Stop both engines."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockKey, PartSlice
 from dualpath.core.cluster import Role
-from dualpath.core.control import Message, Persist, Registered
+from dualpath.core.control import Message, PeerUp, Persist, Registered
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
@@ -292,8 +292,9 @@ class RankedCluster(ToyCluster):
             open_transport=open_transport,
         )
         self.pe, self.de, self.decode = self.prefill, self.serving, [self.serving]
-        self.pe.command(Registered(peers=(self.de.manager.address(self.de.epoch),)))
-        self.de.command(Registered(peers=(self.pe.manager.address(self.pe.epoch),)))
+        for engine, peer in ((self.pe, self.de), (self.de, self.pe)):
+            engine.command(Registered())
+            engine.command(PeerUp(peer.manager.address(peer.epoch)))
 
     def close(self) -> None:
         """Stop both engines."""

@@ -14,7 +14,7 @@ import pytest
 from tests.front_end_links import link_server
 from tests.guard import GUARD_S
 from tests.unit.router_cluster import Cluster, cluster
-from tests.unit.router_fakes import job, keys_of
+from tests.unit.router_fakes import WITHOUT_WINDOWS, job, keys_of
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, EngineLostError
@@ -34,6 +34,7 @@ from dualpath.router.scheduling import (
     ScheduledRequest,
     Scheduling,
 )
+from dualpath.router.settings import RouterSettings
 
 pytestmark = pytest.mark.virtual_time
 
@@ -127,11 +128,14 @@ class HandMade:
 
     async def prefill(self, attempt: ScheduledAttempt, name: str) -> DecodeTransfer:
         """Execute the PE's part of an attempt; return what the DE has to be sent."""
-        transfer = await attempt.prepare()
-        await self.made.calls.prefill(self.placed().prefill, job(name, PROMPT), transfer)
+        prepared = await attempt.prepare()
+        prefill_engine = self.placed().prefill
+        assert prefill_engine is not None
+        assert prepared.prefill is not None
+        await self.made.calls.prefill(prefill_engine, job(name, PROMPT), prepared.prefill)
         done = await attempt.prefilled()
         assert done.account.prompt_tokens == len(PROMPT)
-        return DecodeTransfer(name, transfer.prompt_tokens, transfer.de_slots)
+        return prepared.decode
 
     async def decode(self, attempt: ScheduledAttempt, name: str, transfer: DecodeTransfer) -> None:
         decode = self.made.calls.decode(self.placed().decode, job(name, PROMPT), transfer, ())
@@ -179,9 +183,27 @@ async def test_what_was_stored_is_loaded_by_the_next_attempt(connect: Connect) -
     async with front_end(connect) as own:
         own.made.stored.update(keys_of(PROMPT))
         attempt = own.attempt(own.begins("a"), "a")
-        assert (await attempt.prepare()).hit_blocks == 4
+        prefill = (await attempt.prepare()).prefill
+        assert prefill is not None
+        assert prefill.hit_blocks == 4
         attempt.close("cancelled")
         await own.everything_is_free()
+
+
+async def test_an_append_at_the_decode_engine_needs_no_prefill_engine(connect: Connect) -> None:
+    settings = RouterSettings(append_at_decode_tokens=4)
+    async with front_end(connect, settings=settings, namespace=WITHOUT_WINDOWS) as own:
+        await own.made.caches("d0", keys_of(PROMPT))
+        attempt = own.attempt(own.begins("a"), "a")
+        prepared = await attempt.prepare()
+        assert prepared.prefill is None
+        assert (own.placed().prefill, prepared.decode.prompt_tokens) == (None, 16)
+        done = await attempt.prefilled()
+        assert (done.account.hit_tokens, done.forward_s) == (16, 0.0)
+        await own.decode(attempt, "a", prepared.decode)
+        attempt.close("finished")
+        await own.everything_is_free()
+        assert own.made.calls.prefills == []
 
 
 @pytest.mark.parametrize("lost", ["p0", "d0"])

@@ -25,9 +25,10 @@ from dualpath.storage.objects import ObjectTree, PosixObjects
 from dualpath.storage.posix import LengthOnlyStorage, PosixStorage, namespace_name
 from dualpath.storage.quotas import WriteGate
 from dualpath.storage.s3 import S3Storage
-from dualpath.storage.sealed_blocks import KeyRing
+from dualpath.storage.sealed_blocks import KeyRing, block_codec
 from dualpath.storage.wrapping import LookupCachingStorage, ThrottledStorage
 from dualpath.transport.memory import allocate_registered
+from dualpath.transport.nixl import nixl_package
 from dualpath.transport.nixl_storage import NixlReader
 
 #: Every other layer is a window layer.
@@ -108,7 +109,7 @@ def maintenance(tree: ObjectTree) -> StorageMaintenance:
 
 NIXL = [
     pytest.mark.nixl,
-    pytest.mark.skipif(not find_spec("nixl_cu12"), reason="NIXL is not here"),
+    pytest.mark.skipif(not find_spec(nixl_package()), reason="NIXL is not here"),
 ]
 BYTE_BACKENDS = [
     *(
@@ -390,6 +391,61 @@ def test_a_block_of_another_format_version_is_a_miss_and_is_not_removed(
             outcome = storage.read(keys[0], destinations(1)[0], whole=whole)
             assert outcome.reason == "format version"
         assert storage.is_stored(keys[0])
+        assert storage.write(keys[:1], contents()[:1]) == 1, "it is replaced"
+        assert storage.read(keys[0], destinations(1)[0]).is_good
+
+
+@pytest.mark.parametrize(
+    "name", ["memory-encrypted", "posix-authenticated", "posix-encrypted", "s3-encrypted"]
+)
+def test_a_block_sealed_with_a_removed_key_is_absent_and_the_next_write_replaces_it(
+    name: str, tmp_path: Path, keys: list[BlockKey], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new key is added below the old one, then moved above; at last the old one is removed."""
+    old_text, new_text = "0123456789abcdef" * 4, "fedcba9876543210" * 4
+    data, into = contents(), destinations()
+    with open_backend(name, tmp_path) as storage:
+        assert isinstance(storage, MemoryStorage | PosixStorage | S3Storage)
+
+        def use_keys(*texts: str) -> None:
+            storage._codec = block_codec(storage.namespace, KeyRing("\n".join(texts), "a test"))
+
+        assert storage.write(keys[:4], data[:4]) == 4
+        use_keys(new_text, old_text)
+        assert storage.write(keys, data) == BLOCKS - 4
+        assert read_run(storage, keys, into).good_blocks == BLOCKS
+        use_keys(new_text)
+
+        assert [storage.is_stored(key) for key in keys] == [False] * 4 + [True] * 2
+        assert storage.read(keys[0], into[0]).reason == "storage key"
+        use_keys(new_text, old_text)
+        assert storage.is_stored(keys[0]), "nothing was removed"
+        use_keys(new_text)
+        assert storage.write(keys, data) == 4
+        assert storage.write(keys, data) == 0
+        assert read_run(storage, keys, into).good_blocks == BLOCKS
+        assert [bytes(view) for view in into] == [bytes(view) for view in data]
+    absent = [record for record in caplog.records if "count as absent" in record.message]
+    assert len(absent) == (name != "memory-encrypted"), "one warning for all of them"
+
+
+def test_an_unreadable_block_is_not_reported_as_removed(
+    tmp_path: Path, keys: list[BlockKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file still takes room."""
+    reports = maintenance(PosixObjects(tmp_path))
+    posix = PosixStorage(tmp_path, ENCRYPTED, keys=KEYS)
+    storage = MaintainedStorage(posix, reports)
+    storage.write(keys, contents())
+    posix._codec = block_codec(ENCRYPTED, KeyRing("fedcba9876543210" * 4, "a test"))
+    removed: list[BlockKey] = []
+    monkeypatch.setattr(reports, "removed", removed.append)
+    assert storage.read(keys[0], destinations(1)[0]).reason == "storage key"
+    assert removed == []
+    posix.block_path(keys[0]).unlink()
+    assert storage.read(keys[0], destinations(1)[0]).reason == "missing"
+    assert removed == keys[:1]
+    storage.close()
 
 
 def as_version_1(key: BlockKey, payload: bytes) -> bytes:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.guard import GUARD_S
 
-from dualpath.core.cluster import HostProcess
+from dualpath.core.cluster import HostProcess, SharedMemory
 from dualpath.core.errors import ConfigError, PeerLostError, TransportError
 from dualpath.node.host_process import has_exited, this_process
 from dualpath.transport.contract import (
@@ -29,9 +29,9 @@ from dualpath.transport.contract import (
     Transport,
 )
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
-from dualpath.transport.memory import RegisteredMemory, allocate_registered
+from dualpath.transport.memory import RegisteredMemory, allocate_registered, allocate_shared
 from dualpath.transport.nixl import NixlTransport
-from dualpath.transport.process_memory import ProcessMemoryTransport
+from dualpath.transport.shared_memory import NearestTransport, SharedMemoryTransport
 
 PIECES = 12
 PIECE_BYTES = 5000
@@ -45,8 +45,18 @@ def open_in_process(agent: str, fabric: InProcessFabric) -> Transport:
     return InProcessTransport(agent, fabric)
 
 
-def open_process_memory(agent: str, fabric: InProcessFabric) -> Transport:
-    return ProcessMemoryTransport(agent, this_process(), has_exited)
+def open_shared_memory(agent: str, fabric: InProcessFabric) -> SharedMemoryTransport:
+    return SharedMemoryTransport(agent, this_process(), has_exited)
+
+
+def open_nearest_on_one_machine(agent: str, fabric: InProcessFabric) -> Transport:
+    return NearestTransport(open_shared_memory(agent, fabric), open_in_process(agent, fabric))
+
+
+def open_nearest_on_its_own_machine(agent: str, fabric: InProcessFabric) -> Transport:
+    elsewhere = HostProcess(f"machine of {agent}", 1, 1)
+    memory = SharedMemoryTransport(agent, elsewhere, has_exited)
+    return NearestTransport(memory, open_in_process(agent, fabric))
 
 
 def open_nixl(agent: str, fabric: InProcessFabric) -> Transport:
@@ -56,7 +66,9 @@ def open_nixl(agent: str, fabric: InProcessFabric) -> Transport:
 @pytest.fixture(
     params=[
         pytest.param(open_in_process, id="in-process"),
-        pytest.param(open_process_memory, id="process-memory"),
+        pytest.param(open_shared_memory, id="shared-memory"),
+        pytest.param(open_nearest_on_one_machine, id="nearest-on-one-machine"),
+        pytest.param(open_nearest_on_its_own_machine, id="nearest-on-two-machines"),
         pytest.param(open_nixl, id="nixl", marks=pytest.mark.nixl),
     ]
 )
@@ -80,7 +92,7 @@ class Engine:
 
     def __init__(self, transport: Transport, seed: int) -> None:
         self.transport = transport
-        self.memory: RegisteredMemory = allocate_registered(PIECES * STRIDE_BYTES)
+        self.memory: RegisteredMemory = allocate_shared(PIECES * STRIDE_BYTES)
         self.memory.array[:] = np.random.default_rng(seed).integers(
             0, 256, self.memory.size_bytes, dtype=np.uint8
         )
@@ -517,20 +529,35 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_fails_it(engine: Engine) -> N
     read.release()
 
 
+# --- memory of another process of this machine ----------------------------------------------------
+
+
 @pytest.fixture
-def attached() -> Iterator[tuple[Engine, Peer]]:
-    """An engine that accesses another process's memory through the kernel."""
-    here, peer = Engine(open_process_memory("pe", InProcessFabric()), 1), Peer(open_process_memory)
+def mapped() -> Iterator[tuple[Engine, Peer]]:
+    """An engine that has mapped another process's memory."""
+    here, peer = Engine(open_shared_memory("pe", InProcessFabric()), 1), Peer(open_shared_memory)
     here.transport.connect(peer.info)
     yield here, peer
     peer.stop()
     here.transport.close()
 
 
+def maps(shared: SharedMemory) -> bool:
+    """Whether this process has mapped a memory file of the process that shares it."""
+    inode = os.stat(f"/proc/{shared.process.pid}/fd/{shared.descriptor}").st_ino
+    return maps_file(inode)
+
+
+def maps_file(inode: int) -> bool:
+    gc.collect()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any(line.split()[4] == str(inode) for line in lines)
+
+
 def test_memory_of_a_process_is_written_and_read_while_it_hangs(
-    attached: tuple[Engine, Peer],
+    mapped: tuple[Engine, Peer],
 ) -> None:
-    here, peer = attached
+    here, peer = mapped
     theirs = peer.piece(3)
     peer.signal(signal.SIGSTOP)
     written = here.transport.post(
@@ -545,58 +572,100 @@ def test_memory_of_a_process_is_written_and_read_while_it_hangs(
     assert peer.piece(3) == theirs
 
 
-def test_memory_of_a_killed_process_cannot_be_reached(attached: tuple[Engine, Peer]) -> None:
-    here, peer = attached
+def test_memory_of_a_killed_process_is_unmapped(mapped: tuple[Engine, Peer]) -> None:
+    here, peer = mapped
+    assert isinstance(here.transport, SharedMemoryTransport)
+    (shared,) = peer.info.shared
+    inode = os.stat(f"/proc/{shared.process.pid}/fd/{shared.descriptor}").st_ino
+    here.transport.drop_exited()
+    assert maps_file(inode)
     moving = here.transport.post(Direction.READ, "kv", ALL_PIECES, peer.agent, "kv", ALL_PIECES)
     before = here.piece(0)
     peer.signal(signal.SIGKILL)
+
+    here.transport.drop_exited()
+
     assert moving.poll() is TransferState.FAILED
-    assert f"agent {peer.agent!r} is dead" in (moving.error() or "")
+    assert f"agent {peer.agent!r} was disconnected" in (moving.error() or "")
     assert here.piece(0) == before
     with pytest.raises(PeerLostError, match="not connected"):
         here.transport.post(Direction.READ, "kv", [0], peer.agent, "kv", [0])
+    assert not maps_file(inode)
+    with pytest.raises(PeerLostError, match="cannot be reached"):
+        here.transport.connect(peer.info)
+
+
+def test_memory_of_a_disconnected_process_is_unmapped(mapped: tuple[Engine, Peer]) -> None:
+    here, peer = mapped
+    assert maps(peer.info.shared[0])
+    here.transport.disconnect(peer.agent)
+    assert not maps(peer.info.shared[0])
 
 
 def test_a_process_with_a_reused_process_number_is_not_accessed(
-    attached: tuple[Engine, Peer],
+    mapped: tuple[Engine, Peer],
 ) -> None:
-    here, peer = attached
-    process = msgspec.msgpack.decode(peer.info.metadata, type=HostProcess)
-    former = msgspec.structs.replace(process, start_ticks=process.start_ticks - 1)
-    former_agent = AgentInfo("former", msgspec.msgpack.encode(former), peer.info.regions)
-    with pytest.raises(PeerLostError, match="'former' is dead"):
-        here.transport.connect(former_agent)
+    here, peer = mapped
+    (shared,) = peer.info.shared
+    process = msgspec.structs.replace(shared.process, start_ticks=shared.process.start_ticks - 1)
+    former = msgspec.structs.replace(shared, process=process)
+    with pytest.raises(PeerLostError, match="'former' cannot be reached: its process has exited"):
+        here.transport.connect(AgentInfo("former", b"", peer.info.regions, (former,)))
+
+
+def test_a_file_without_the_nonce_of_the_peer_is_not_accessed(mapped: tuple[Engine, Peer]) -> None:
+    here, peer = mapped
+    shared = msgspec.structs.replace(peer.info.shared[0], nonce=bytes(16))
+    with pytest.raises(PeerLostError, match="is not the memory that it shares"):
+        here.transport.connect(AgentInfo("other", b"", peer.info.regions, (shared,)))
+
+
+def test_a_descriptor_of_another_kind_of_file_is_not_mapped(
+    mapped: tuple[Engine, Peer], tmp_path: Path
+) -> None:
+    here, _ = mapped
+    reader, writer = os.pipe()
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(1 << 20)
+        for descriptor in (reader, file.fileno()):
+            shared = SharedMemory(this_process(), descriptor, 4096, 4096, bytes(16))
+            with pytest.raises(PeerLostError, match="is not the memory of an engine"):
+                here.transport.connect(AgentInfo("other", b"", (), (shared,)))
+    os.close(reader)
+    os.close(writer)
 
 
 @pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        (msgspec.msgpack.encode(HostProcess("elsewhere", 1, 1)), "is on another machine"),
-        (b"\xff NIXL's own", "has another transport"),
-    ],
+    ("host", "message"), [("elsewhere", "is on another machine"), (None, "shares no memory")]
 )
-def test_agents_unreachable_by_kernel_calls_are_refused(metadata: bytes, message: str) -> None:
-    here = Engine(open_process_memory("pe", InProcessFabric()), 1)
+def test_agents_without_memory_on_this_machine_are_refused(host: str | None, message: str) -> None:
+    here = Engine(open_shared_memory("pe", InProcessFabric()), 1)
+    (own,) = here.transport.info().shared
+    shared = msgspec.structs.replace(own, process=HostProcess(host or "", 1, 1))
     with pytest.raises(PeerLostError, match=message):
-        here.transport.connect(AgentInfo("de", metadata, ()))
+        here.transport.connect(AgentInfo("de", b"", (), (shared,) if host else ()))
 
 
-def test_an_address_that_a_process_does_not_have_fails_the_transfer_and_not_the_process(
-    attached: tuple[Engine, Peer],
+def test_a_process_that_cannot_be_recognised_shares_no_memory() -> None:
+    with pytest.raises(ConfigError, match="--transport nixl"):
+        SharedMemoryTransport("pe", HostProcess(), has_exited)
+
+
+def test_an_address_outside_shared_memory_fails_the_transfer_and_not_the_process(
+    mapped: tuple[Engine, Peer],
 ) -> None:
-    here, peer = attached
-    nowhere = RegionInfo("nowhere", 4096, PIECE_BYTES, PIECE_BYTES, 1)
-    with pytest.raises(PeerLostError, match="Bad address"):
-        here.transport.connect(msgspec.structs.replace(peer.info, regions=(nowhere,)))
-    here.transport.connect(
-        msgspec.structs.replace(peer.info, regions=(*peer.info.regions, nowhere))
-    )
-    lost = here.transport.post(Direction.WRITE, "kv", [0], peer.agent, "nowhere", [0])
-    assert lost.poll() is TransferState.FAILED
-    assert "Bad address" in (lost.error() or "")
+    here, peer = mapped
+    (region,) = peer.info.regions
+    below = msgspec.structs.replace(region, name="below", base_address=region.base_address - 1)
+    beyond = msgspec.structs.replace(region, name="beyond", pieces=PIECES + 1)
+    here.transport.connect(msgspec.structs.replace(peer.info, regions=(below, beyond)))
+    for name, piece in (("below", 0), ("beyond", PIECES)):
+        lost = here.transport.post(Direction.WRITE, "kv", [0], peer.agent, name, [piece])
+        assert lost.poll() is TransferState.FAILED
+        assert "not in the memory that it shares" in (lost.error() or "")
 
 
 def test_device_memory_is_refused() -> None:
-    transport = open_process_memory("pe", InProcessFabric())
+    transport = open_shared_memory("pe", InProcessFabric())
     with pytest.raises(ConfigError, match="is in VRAM"):
         transport.register(RegionInfo("hbm", 1, 1, 1, 1, memory="VRAM"), None)

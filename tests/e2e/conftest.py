@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dualpath.transport.nixl import nixl_package
+
 if TYPE_CHECKING:
     from tests.e2e.emulated_reader import Reader
     from tests.e2e.plain_engine import Round, Truth
@@ -55,7 +57,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Reader]":
 
     It serves all tests of a module, which run in the reader's folder.
     """
-    pytest.importorskip("nixl_cu12")
+    pytest.importorskip(nixl_package())
     from tests.e2e.emulated_reader import Reader
 
     from dualpath.launch.process import Supervisor

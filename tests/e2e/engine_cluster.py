@@ -89,7 +89,10 @@ class EngineCluster:
         config = make_engine_config(args)
         calls = GenerateClient(config.model_config.max_logprobs)
         router = RouterSettings(
-            mode=self.settings.mode, engine_wait_s=START_S, dram_tier=self.settings.dram_tier
+            mode=self.settings.mode,
+            engine_wait_s=START_S,
+            dram_tier=self.settings.dram_tier,
+            append_at_decode_tokens=self.settings.append_at_decode_tokens,
         )
         self.service = RouterService(router, calls, adapter_paths=adapter_paths(args))
         await self.service.start()

@@ -38,10 +38,10 @@ class SettableRegistry(Registry):
 
     def __init__(self):
         super().__init__()
-        self.live = set(Role)
+        self.live_roles = set(Role)
 
     def alive(self, role=None):
-        return [each for each in self.live if role in (None, each)]
+        return [each for each in self.live_roles if role in (None, each)]
 
 
 class ScriptedService:
@@ -66,7 +66,7 @@ class ScriptedService:
         self.jobs = []
         self.hinted = []
         self.closed = threading.Event()
-        self.registry.live = set(Role)
+        self.registry.live_roles = set(Role)
         self.registry.mode = Mode.DUALPATH
 
     def turned_away(self):

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from dualpath.cli.main import main
+from dualpath.transport.nixl import nixl_package
 
-pytest.importorskip("nixl_cu12")
+pytest.importorskip(nixl_package())
 pytestmark = pytest.mark.nixl
 
 CAMPAIGN = ("chaos", "run", "--agents", "4", "--seed", "1")

@@ -25,6 +25,7 @@ async def serving(
     """Serve emulated engines, watched as `serve` watches."""
     (folder / "costs.toml").write_text(COSTS)
     settings = LocalClusterSettings(
+        transport="memory",
         model="emulated",
         storage=str(folder / "kv"),
         log_dir=str(folder / "logs"),
@@ -42,7 +43,6 @@ async def serving(
         block_tokens=16,
         hbm_bytes=16 << 20,
         verify=Verify.FULL,
-        transport="memory",
     )
     executor = LocalExecutor(settings, ["dualpath_lab.cli.emulate"])
     with LocalCluster(settings, executor=executor, commands=emulated_commands(options)) as cluster:

@@ -26,12 +26,13 @@ from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.wire import EventLines
 from dualpath.storage.factory import open_storage
 from dualpath.storage.sealed_blocks import KeyRing
+from dualpath.transport.nixl import nixl_package
 from dualpath.workload.replay.client import RealClock
 from dualpath.workload.replay.endpoint import CompletionBody, complete, completion_body
 from dualpath_lab.emulated.metrics import engine_counts
 from dualpath_lab.emulated.router_server import emulated_router
 
-pytest.importorskip("nixl_cu12")
+pytest.importorskip(nixl_package())
 pytestmark = pytest.mark.nixl
 
 ENGINE = (

@@ -24,9 +24,10 @@ from dualpath.core.modes import Mode
 from dualpath.launch.process import LocalProcess, all_processes
 from dualpath.node.host_process import process_stat
 from dualpath.router.settings import RouterSettings
+from dualpath.transport.nixl import nixl_package
 from dualpath_lab.emulated.router_server import emulated_router
 
-pytest.importorskip("nixl_cu12")
+pytest.importorskip(nixl_package())
 pytestmark = pytest.mark.nixl
 
 MODE = Mode.DUALPATH

@@ -3,6 +3,7 @@
 Four engines are started; two of them are killed and restarted, two drain at the end.
 """
 
+import re
 from collections.abc import Iterator
 from functools import partial
 
@@ -37,14 +38,15 @@ def engines(
 ) -> Iterator[EngineCluster]:
     """2P2D in mode split; the prefill engines hold two layers of KV, and one.
 
-    They start while the plain engine computes the reference.
+    The first one shares memory with the decode engines, the second one uses NIXL.  All start while
+    the plain engine computes the reference.
     """
     folder = tmp_path_factory.mktemp("engines")
     settings = tiny_cluster_settings(tiny_model(), folder / "storage")
     with EngineCluster(settings, folder) as cluster:
         names = [
             cluster.start_engine(Role.PREFILL, 0, layer_buffers=2),
-            cluster.start_engine(Role.PREFILL, 1, layer_buffers=1),
+            cluster.start_engine(Role.PREFILL, 1, layer_buffers=1, transport="nixl"),
             cluster.start_engine(Role.DECODE, 0),
             cluster.start_engine(Role.DECODE, 1),
         ]
@@ -88,6 +90,14 @@ def test_agents_on_all_paths_get_a_plain_engines_tokens(
     assert (engines.total("storage_read_bytes", "pe-0", "pe-1") > at_pe) is (path != "de-path")
     assert (engines.total("storage_read_bytes", "de-0", "de-1") > at_de) is (path != "pe-path")
     assert engines.total("transfer_failures") == engines.total("persist_dropped_blocks") == 0
+
+
+def test_kv_moves_through_shared_memory_except_where_nixl_is_set(engines: EngineCluster) -> None:
+    shared, nixl = ((engines.folder / f"{name}.log").read_text() for name in ("pe-0", "pe-1"))
+    for name in ("de-0", "de-1"):
+        assert re.search(rf"this engine reaches {name}-\w+ through shared memory", shared)
+    assert "through the network" not in shared
+    assert "this engine reaches" not in nixl
 
 
 def test_a_prompt_beyond_the_compute_quota_is_prefilled_in_chunks(
@@ -217,8 +227,8 @@ def test_engines_killed_in_the_middle_are_replaced_by_the_others_and_come_back(
 ) -> None:
     request = prefill_under_way(engines, truth.long_prompt, 40, "pe dies")
     (note,) = engines.assignments()
-    killed = [note.prefill_engine]
-    engines.kill(note.prefill_engine)
+    killed = [note.engines[0]]
+    engines.kill(killed[0])
     assert request.answer().token_ids == truth.long_answer[:40]
 
     engines.forget_assignments()
@@ -250,7 +260,7 @@ def test_engines_that_get_sigterm_end_what_they_have_and_nothing_is_tried_again(
     retries = engines.service.status()["counters"]["retries"]
     request = prefill_under_way(engines, truth.long_prompt, 40, "engines drain")
     (note,) = engines.assignments()
-    draining = [note.prefill_engine, note.decode_engine]
+    draining = list(note.engines)
     for name in draining:
         engines.supervisor.process(name).terminate()
     until(lambda: all(engines.paused(name) for name in draining), "engines that drain")

@@ -341,7 +341,7 @@ def test_after_a_failure_the_next_request_is_served(client, service):
 
 def test_health_names_the_missing_role(endpoint, service):
     assert endpoint.get("/health")[0] == 200
-    service.registry.live = {Role.PREFILL}
+    service.registry.live_roles = {Role.PREFILL}
     status, body = endpoint.get("/health")
     assert status == 503
     assert "no live decode engine" in json.loads(body)["reason"]

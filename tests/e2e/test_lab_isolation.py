@@ -8,6 +8,7 @@ from tests.e2e.test_lab_network import classes
 
 from dualpath.core.errors import ConfigError
 from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS
+from dualpath.transport.nixl import nixl_package
 from dualpath_lab.experiments.isolation import ISOLATION, draw
 from dualpath_lab.experiments.isolation_settings import Case, IsolationSettings, Leg
 from dualpath_lab.nodes.cluster import lab_status
@@ -35,7 +36,7 @@ SETTINGS = IsolationSettings(
 
 def refusal() -> str:
     """Return why this machine and user cannot have the lab, empty if they can."""
-    pytest.importorskip("nixl_cu12")
+    pytest.importorskip(nixl_package())
     try:
         shaping = find_machine(SETTINGS.lab_settings).shaping
     except ConfigError as error:

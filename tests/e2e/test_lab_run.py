@@ -17,6 +17,7 @@ from dualpath.core.cluster import nodes_text
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.launch.process import SpawnedProcess
+from dualpath.transport.nixl import nixl_package
 from dualpath.workload.replay.client import ReplayOptions
 from dualpath_lab.emulated.settings import Verify
 from dualpath_lab.experiments.dram_tier import dram_share
@@ -45,7 +46,7 @@ LAB = LabSettings(name=NAME, snic_bytes_per_s=20e6, cnic_bytes_per_s=100e6, imag
 
 def why_not() -> str:
     """Return why this machine cannot have such a lab, empty if it can."""
-    pytest.importorskip("nixl_cu12")
+    pytest.importorskip(nixl_package())
     try:
         shaping = find_machine(LAB).shaping
     except ConfigError as error:

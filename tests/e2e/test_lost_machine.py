@@ -24,6 +24,7 @@ from dualpath.core.sessions import ROUTER_TIMEOUT_S
 from dualpath.engine.control.link import prepare_dealer
 from dualpath.launch.process import SpawnedProcess, Supervisor
 from dualpath.node.cluster_secret import SECRET_VARIABLE
+from dualpath.transport.nixl import nixl_package
 
 #: Address of the serving scheduler, as that of a Kubernetes Service.
 ADDRESS = "10.217.0.1"
@@ -125,7 +126,7 @@ class Processes(Supervisor):
 def test_engines_and_front_ends_of_a_lost_machine_find_the_scheduler_that_follows(
     tmp_path: Path, network: Network
 ) -> None:
-    pytest.importorskip("nixl_cu12")
+    pytest.importorskip(nixl_package())
     (tmp_path / "costs.toml").write_text(COSTS)
     with Processes(tmp_path) as processes:
         first, second = processes.scheduler(FIRST), processes.scheduler(SECOND)

@@ -12,6 +12,7 @@ from tests.e2e.typed_pages import TypedPages, types
 
 from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
+from dualpath.transport.nixl import nixl_package
 from dualpath_lab.models.random_models import make_tiny_model
 from dualpath_lab.nodes.cluster import lab_down
 from dualpath_lab.nodes.machine import find_machine, find_remains
@@ -46,7 +47,7 @@ def campaigns() -> list[object]:
 def test_a_cluster_is_broken_as_the_page_says(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("nixl_cu12")
+    pytest.importorskip(nixl_package())
     monkeypatch.chdir(tmp_path)
     assert main([*words[1:], *FEW_FAULTS]) == 0
     if "--out" in words:
@@ -115,7 +116,7 @@ def test_a_lab_has_a_storage_server(pages: TypedPages, capsys: pytest.CaptureFix
 @pytest.mark.nixl
 @pytest.mark.long
 def test_agents_run_on_a_lab(pages: TypedPages, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("nixl_cu12")
+    pytest.importorskip(nixl_package())
     (run,) = pages.commands("lab.md", types("dualpath", "lab", "run"))
     ended = main([*run[1:], "--name", LAB, *SMALL_RUN])
     output = capsys.readouterr().out

@@ -12,8 +12,9 @@ from tests.guard import GUARD_S
 
 from dualpath.launch.process import Supervisor
 from dualpath.storage.posix import namespaces_in
+from dualpath.transport.nixl import nixl_package
 
-pytest.importorskip("nixl_cu12")
+pytest.importorskip(nixl_package())
 pytestmark = pytest.mark.nixl
 
 #: Values that pages leave to their readers.

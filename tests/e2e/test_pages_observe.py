@@ -12,8 +12,9 @@ from tests.e2e.typed_pages import types
 from tests.guard import GUARD_S
 
 from dualpath.cli.main import main
+from dualpath.transport.nixl import nixl_package
 
-pytest.importorskip("nixl_cu12")
+pytest.importorskip(nixl_package())
 pytestmark = pytest.mark.nixl
 
 HOW_TO = ROOT / "docs" / "how-to"

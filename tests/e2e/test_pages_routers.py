@@ -8,8 +8,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from dualpath.transport.nixl import nixl_package
+
 pytest.importorskip("vllm")
-pytest.importorskip("nixl_cu12")
+pytest.importorskip(nixl_package())
 
 from tests.docs_blocks import ROOT, Block, blocks
 from tests.e2e.plain_engine import complete, tiny_model, until

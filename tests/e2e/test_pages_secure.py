@@ -14,8 +14,9 @@ from tests.guard import GUARD_S
 from tests.listeners import open_listeners
 
 from dualpath.launch.process import Supervisor
+from dualpath.transport.nixl import nixl_package
 
-pytest.importorskip("nixl_cu12")
+pytest.importorskip(nixl_package())
 pytestmark = pytest.mark.nixl
 
 PAGE = ROOT / "docs" / "how-to" / "security.md"

@@ -10,8 +10,9 @@ from tests.e2e.emulated_reader import Reader
 from tests.e2e.typed_pages import types
 
 from dualpath.launch.process import Supervisor
+from dualpath.transport.nixl import nixl_package
 
-pytest.importorskip("nixl_cu12")
+pytest.importorskip(nixl_package())
 pytestmark = pytest.mark.nixl
 
 

@@ -35,6 +35,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def cluster(ray_cluster: RayCluster, secret: str, tmp_path: Path) -> Iterator[LocalCluster]:
     settings = LocalClusterSettings(
+        transport="memory",
         model="qwen2.5-32b",
         storage=str(tmp_path / "kv"),
         log_dir=str(tmp_path / "logs"),

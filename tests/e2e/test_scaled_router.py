@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from tests.e2e.test_emulated_cluster import ENGINE, Processes
 from tests.e2e.test_rolling_restart import until
 from tests.guard import GUARD_S
+from tests.tls_authority import tls_files
 
 from dualpath.cli.main import main
 from dualpath.launch.process import LocalProcess, SpawnedProcess
@@ -168,6 +170,37 @@ async def scaled(
     await until(probe.healthy)
     await probe.close()
     return made
+
+
+async def test_with_a_certificate_front_ends_and_scheduler_speak_https(
+    tmp_path: Path, processes: Processes
+) -> None:
+    files = tls_files(tmp_path)
+    words = ["--port", "0", "--control-port", "0", "--front-ends", "2"]
+    words += ["--ssl-certfile", files.certificate, "--ssl-keyfile", files.key]
+    process = processes.add(
+        SpawnedProcess(
+            "router",
+            (sys.executable, "-m", "dualpath.cli.main", "emulate", "router", *words),
+            tmp_path / "router.log",
+            {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        ),
+        ends_last=True,
+    )
+    line = await asyncio.to_thread(process.wait_for_line, "2 front ends", GUARD_S)
+    endpoint, cluster = re.findall(r"https://[\d.:]+\d", line)
+    context = ssl.create_default_context(cafile=files.authority)
+    async with aiohttp.ClientSession() as http:
+
+        async def answered() -> bool:
+            found = set()
+            with contextlib.suppress(aiohttp.ClientConnectionError):
+                for url in (f"{endpoint}/health", f"{cluster}/dualpath/v1/status"):
+                    async with http.get(url, ssl=context) as answer:
+                        found.add(answer.status)
+            return found == {503, 200}  # no engine has joined
+
+        await until(answered)
 
 
 async def test_a_killed_front_end_ends_its_own_streams_only_and_is_back(

@@ -29,7 +29,6 @@ ENGINES = emulated_commands(
         kv_bytes_per_token=4096,
         block_tokens=16,
         hbm_bytes=16 << 20,
-        transport="memory",
         vocab_size=256,
         model="smollm2-135m",
     )
@@ -40,6 +39,7 @@ def test_a_cluster_whose_router_has_a_certificate_serves_clients(tmp_path: Path)
     files = tls_files(tmp_path)
     (tmp_path / "trace.jsonl").write_text(TRACE)
     settings = LocalClusterSettings(
+        transport="memory",
         model=str(tiny_model()),
         storage=str(tmp_path / "kv"),
         block_tokens=16,

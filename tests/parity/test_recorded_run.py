@@ -184,6 +184,7 @@ OTHER = {
     "prefill_read_tokens": 1,
     "decode_read_tokens": 1,
     "recompute_tokens": 1,
+    "unstored_tokens": 1,
 }
 
 

@@ -7,9 +7,11 @@ computed.
 
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -23,7 +25,7 @@ from tests.async_device import (
     WorldPump,
     WorldTransport,
 )
-from tests.engine_harness import GEOMETRY, full_block, kv_bytes, prompt_keys
+from tests.engine_harness import GEOMETRY, HeldBlocks, full_block, kv_bytes, prompt_keys
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
@@ -86,8 +88,8 @@ class Engine:
             *views.of(self.buffer.region()),
             *views.of(self.staging.region(STAGING_REGION)),
         ]
-        copier = WorldCopier(self.world, own) if own_copier else None
-        self.gpu = WorldDevice(self.world, copier)
+        self.own_copier = WorldCopier(self.world, own) if own_copier else None
+        self.gpu = WorldDevice(self.world, self.own_copier)
         self.device: Device = self.gpu
         self.pump = WorldPump(self.world)
         self.after: EventWaiter = WorldEventWaiter(self.world)
@@ -468,13 +470,41 @@ def test_a_prompt_is_copied_after_the_last_use_of_its_blocks_and_read_when_compl
     tokens = len(keys) * GEOMETRY.block_tokens
     prompt = PromptLayout(GEOMETRY, tokens, de_slots=tuple(range(len(keys))))
     engine.copier().into_hbm("r", decode_steps(prompt), blocks, ended.append)
+    copier = engine.own_copier
+    assert copier is None or copier.queued == 0  # the pump queues thousands of pieces
     engine.world.until(lambda: bool(ended))
+    assert copier is None or copier.queued == GEOMETRY.layers
     for layer in range(GEOMETRY.layers):
         for block, key in zip(blocks, keys, strict=True):
             engine.kernel_reads(layer, block, kv_bytes(key, layer))
     engine.drain()
     assert ended == [None]
     assert engine.wrong == []
+
+
+def test_a_copy_that_cannot_be_queued_fails_its_request_and_its_blocks_stay_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A defect on the pump's thread must not leave the request waiting."""
+    engine = Engine(seed=0, regions=GEOMETRY.layers, own_copier=True)
+    assert engine.own_copier is not None
+    queue, calls = engine.own_copier.copy, iter((1, 2, 0))
+
+    def third_fails(*copy: Any) -> Any:
+        if next(calls, 1) == 0:
+            raise ValueError("no such stream")
+        return queue(*copy)
+
+    monkeypatch.setattr(engine.own_copier, "copy", third_fails)
+    held = HeldBlocks()
+    copier = WorldHbmCopier(engine.movers(Role.DECODE), held)
+    copier.world = engine.world
+    ended: list[str | None] = []
+    prompt = PromptLayout(GEOMETRY, 3 * GEOMETRY.block_tokens, de_slots=(0, 1, 2))
+    copier.into_hbm("r", decode_steps(prompt), [6, 1, 4], ended.append)
+    engine.world.until(lambda: bool(ended))
+    assert ended == ["a copy between DRAM and HBM cannot be posted: no such stream"]
+    assert held.now == {6, 1, 4}
 
 
 @settings(max_examples=60, deadline=None)
@@ -494,6 +524,9 @@ def test_generated_blocks_are_copied_out_as_computed_before_the_next_step_overwr
     ]
     assert engine.copier().out_of_hbm(leaving) == [True] * count
     assert own_copier or ended == [None] * count  # the host has waited for all of them
+    # However many blocks became full, each part of a layer is one list of pieces.
+    parts = sum(len(layer) for layer in engine.layout.layers)
+    assert engine.transport.posts == (0 if own_copier else parts)
     for layer in range(GEOMETRY.layers):
         for block in blocks:
             engine.kernel_writes(layer, block, GARBAGE)

@@ -3,27 +3,47 @@
 import json
 import tempfile
 from collections import Counter as Tally
+from collections.abc import Sequence
 from pathlib import Path
 
 import hypothesis.strategies as st
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
-from tests.engine_harness import GEOMETRY, ToyCluster, prompt_keys
+from tests.engine_harness import GEOMETRY, ToyCluster, full_block, kv_bytes, prompt_keys
 from tests.guard import GUARD_S
 from tests.property.test_engine_paths import prompts
+from tests.stored_runs import read_run
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
+from dualpath.core.control import (
+    Assign,
+    Persist,
+    Read,
+    ReadDone,
+    Release,
+    Released,
+    Reserved,
+)
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
+from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.counters import BYTES_OF
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.layer_stream import LayerStream
 from dualpath.plan import movements, steps
 from dualpath.plan.movements import Place
 from dualpath.plan.order import Executed, Present, begun_too_early, waits_for
-from dualpath.plan.steps import PromptLayout, Step, step_of, whole_plan
+from dualpath.plan.steps import (
+    PromptLayout,
+    Step,
+    append_plan,
+    generated_steps,
+    step_of,
+    whole_plan,
+)
 
 MOVEMENTS = {movement.label: movement for movement in movements.MOVEMENTS}
 
@@ -129,6 +149,98 @@ def test_the_whole_plan_is_executed_in_a_valid_order(
             counted[counter.value] += step.bytes
     of_bytes = {counter.value for counters in BYTES_OF.values() for counter in counters}
     assert {name: counters[name] for name in of_bytes} == {n: counted[n] for n in of_bytes}
+
+
+@st.composite
+def appends(draw: st.DrawFn) -> tuple[int, int]:
+    """Hit blocks, and tokens that the DE computes behind them."""
+    return draw(st.integers(1, 12)), draw(st.integers(1, 4 * GEOMETRY.block_tokens))
+
+
+@settings(max_examples=40, deadline=None)
+@given(appends(), st.booleans())
+def test_a_decode_engine_that_appends_executes_the_plan_of_the_hit(
+    append: tuple[int, int], cached: bool
+) -> None:
+    """The DE reads the hit, or has it cached; no PE has a part in it; all blocks are stored."""
+    hit_blocks, new_tokens = append
+    hit_tokens = hit_blocks * GEOMETRY.block_tokens
+    tokens = hit_tokens + new_tokens
+    keys, hbm = prompt_keys(tokens), list(range(40, 40 + GEOMETRY.blocks_for(tokens)))
+    full = tokens // GEOMETRY.block_tokens
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = ToyCluster(trace_out=f"{folder}/trace")
+        try:
+            de = cluster.de
+            cluster.store(keys[:hit_blocks])
+            if cached:
+                append_hit(cluster, "before", keys[:hit_blocks])
+                de.command(Release("before", "test"))
+                de.answer(Released, "before")
+            before = Tally(de.report().counters)
+            since_ns = de.manager.trace.now_ns()
+            found, slots = append_hit(cluster, "r", keys[:hit_blocks])
+            assert found == (hit_blocks if cached else 0)
+            transfer = DecodeTransfer("r", hit_tokens, slots, hit_key_tail=keys[hit_blocks - 1])
+            assert cluster.fill(transfer, hbm[:hit_blocks]) is None
+            assert de.manager.buffer.slots_of("r") == (), "slots are free once they are in HBM"
+            for layer in range(GEOMETRY.layers):
+                for block, key in enumerate(keys):
+                    if block >= hit_blocks:  # computed by the DE
+                        new = np.frombuffer(kv_bytes(key, layer), np.uint8)
+                        de.hbm[layer][hbm[block]] = new
+                    assert de.hbm[layer][hbm[block]].tobytes() == kv_bytes(key, layer)
+            for block in range(hit_blocks, full):
+                de.manager.persist_generated(
+                    [GeneratedBlock(hbm[block], keys[block], keys[block - 1])]
+                )
+            assert de.manager.persister.drain(GUARD_S)
+            stored = [bytearray(GEOMETRY.full_block_bytes) for _ in range(full)]
+            outcome = read_run(cluster.storage, keys[:full], [memoryview(one) for one in stored])
+            counted = Tally(de.report().counters)
+            counted.subtract(before)
+            at_pe = Tally(cluster.pe.report().counters)
+        finally:
+            cluster.close()
+        executed = traced(Path(f"{folder}/trace.de"))
+        assert traced(Path(f"{folder}/trace")) == [], "the PE has done nothing"
+    assert outcome.good_blocks == full
+    assert [bytes(one) for one in stored] == [full_block(key) for key in keys[:full]]
+    runs = HitRun(Role.DECODE, BlockRun(0, hit_blocks), cached=cached)
+    layout = PromptLayout(GEOMETRY, hit_tokens, (runs,))
+    plan = list(append_plan(layout))
+    blocks = [step for _ in range(hit_blocks, full) for step in generated_steps(GEOMETRY, slot=0)]
+    mine = [done for done in executed if done.start_ns >= since_ns]
+    assert layer_blocks([done.step for done in mine]) == layer_blocks([*plan, *blocks])
+    place = Place.DE_BUFFER if cached else Place.STORAGE
+    present = [Present(place, BlockRun(0, hit_blocks), None, since_ns)]
+    of_hit = [done for done in mine if done.step.label in {step.label for step in plan}]
+    assert begun_too_early(of_hit, present, GEOMETRY) == []
+    of_bytes: Tally[str] = Tally()
+    for step in (*plan, *blocks):
+        for counter in BYTES_OF[step.label]:
+            of_bytes[counter.value] += step.bytes
+    names = {counter.value for counters in BYTES_OF.values() for counter in counters}
+    assert {name: counted[name] for name in names} == {name: of_bytes[name] for name in names}
+    assert not any(at_pe[name] for name in names)
+
+
+def append_hit(
+    cluster: ToyCluster, request_id: str, keys: Sequence[bytes]
+) -> tuple[int, tuple[int, ...]]:
+    """Let a DE reserve slots for a hit, read what it does not cache, and know it is complete."""
+    de, count = cluster.de, len(keys)
+    de.command(Assign(request_id, 100, count, tuple(keys)))
+    granted = de.answer(Reserved, request_id)
+    slots = granted.slots
+    if granted.cached_blocks < count:
+        run = HitRun(Role.DECODE, BlockRun(0, count), slots)
+        de.command(Read(request_id, run, tuple(keys), GUARD_S))
+        done = de.answer(ReadDone, request_id)
+        assert done.good_blocks == count
+        slots = done.slots
+    de.command(Persist(request_id, count, (), hit_keys=tuple(keys)))
+    return granted.cached_blocks, slots
 
 
 def test_a_generated_block_leaves_hbm_before_it_is_written(tmp_path: Path) -> None:

@@ -395,9 +395,7 @@ def test_storage_nics_of_two_prefill_and_four_decode_nodes(mode: Mode, expected:
         scheduler.apply(Submitted(Request(f"r{number}", 1000, 640, 100)))
         (assignment,) = [a for role in Role for a in scheduler.apply(Fetch(role)).assignments]
         (run,) = assignment.reads
-        at_prefill = run.side is Role.PREFILL
-        engine = assignment.prefill_engine if at_prefill else assignment.decode_engine
-        read[engine] += run.tokens(64, 640)
+        read[assignment.at(run.side).engine_id] += run.tokens(64, 640)
         scheduler.apply(ReadsDone(assignment.request_id))
         live.append(assignment.request_id)
         if len(live) > 12:

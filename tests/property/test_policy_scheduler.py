@@ -21,6 +21,7 @@ from dualpath.policy.events import (
     PrefillEnded,
     ReadsDone,
     SchedulerSettings,
+    SlotsGranted,
     Submitted,
 )
 from dualpath.policy.scheduler import RequestScheduler
@@ -78,8 +79,8 @@ class Cluster(RuleBasedStateMachine):
 
     modes = tuple(Mode)
 
-    @initialize(data=st.data(), balanced=st.booleans())
-    def start(self, data: st.DataObject, balanced: bool) -> None:
+    @initialize(data=st.data(), balanced=st.booleans(), append=st.sampled_from([0, 100, 1000]))
+    def start(self, data: st.DataObject, balanced: bool, append: int) -> None:
         self.mode = data.draw(st.sampled_from(self.modes))
         self.scheduler = RequestScheduler(
             SchedulerSettings(
@@ -88,8 +89,10 @@ class Cluster(RuleBasedStateMachine):
                 beta_tokens=BETA_TOKENS,
                 block_tokens=BLOCK_TOKENS,
                 balanced_baselines=balanced,
+                append_at_decode_tokens=append,
             )
         )
+        self.append_tokens = append if self.mode in (Mode.DUALPATH, Mode.SPLIT) else 0
         self.limited = balanced or self.mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE)
         if self.mode is Mode.ROUND_ROBIN:
             self.limited = False
@@ -97,6 +100,10 @@ class Cluster(RuleBasedStateMachine):
         self.paused: set[str] = set()
         self.requests: dict[str, Request] = {}
         self.assigned: dict[str, Assignment] = {}
+        #: The engines that had joined when a request was submitted.
+        self.known: dict[str, frozenset[str]] = {}
+        #: Requests whose slots are granted, or that are further.
+        self.reading: set[str] = set()
         self.count = 0
         self.reports: dict[str, EngineReport] = {}
         for spec in specs():
@@ -110,25 +117,45 @@ class Cluster(RuleBasedStateMachine):
         request = self.requests[assignment.request_id]
         assert assignment.request_id not in self.assigned
         self.assigned[assignment.request_id] = assignment
-        assert not self.paused & {assignment.prefill_engine, assignment.decode_engine}
-        prefill = self.engines[assignment.prefill_engine]
-        decode = self.engines[assignment.decode_engine]
-        prefill.tokens[assignment.request_id] = assignment.prefill_tokens
-        decode.tokens[assignment.request_id] = assignment.decode_tokens
-        expected = 0 if self.mode is Mode.ORACLE else request.hit_tokens
+        assert self.paused.isdisjoint(assignment.engines)
+        if assignment.prefill_engine is None:
+            hit_tokens = request.hit_tokens + assignment.unstored_tokens
+            assert hit_tokens > 0
+            assert request.prompt_tokens - hit_tokens <= self.append_tokens
+        known = self.known[assignment.request_id]
+        cached_blocks = {p.engine_id: p.blocks for p in request.cached if p.engine_id in known}
+        usable = [
+            assignment.at(side).engine_id
+            for side in assignment.sides
+            if self.mode.dual_path or (side is Role.PREFILL and self.mode is not Mode.ORACLE)
+        ]
+        longest = max((cached_blocks.get(name, 0) for name in usable), default=0)
+        self.charge(assignment, longest)
+
+    def charge(self, assignment: Assignment, longest: int) -> None:
+        """Check and note an assignment whose engines cache the first ``longest`` blocks."""
+        request = self.requests[assignment.request_id]
+        for side in assignment.sides:
+            charge = assignment.at(side)
+            self.engines[charge.engine_id].tokens[assignment.request_id] = charge.tokens
+        hit_tokens = request.hit_tokens + assignment.unstored_tokens
+        expected = 0 if self.mode is Mode.ORACLE else hit_tokens
+        assert hit_tokens == max(request.hit_tokens, longest * BLOCK_TOKENS), (
+            "what is stored or what its own engines cache"
+        )
         position = 0
         read_tokens = {
             Role.PREFILL: assignment.prefill_read_tokens,
             Role.DECODE: assignment.decode_read_tokens,
         }
         for run in assignment.reads:
-            tokens = run.tokens(BLOCK_TOKENS, request.hit_tokens)
+            tokens = run.tokens(BLOCK_TOKENS, hit_tokens)
             assert run.blocks.first * BLOCK_TOKENS == position
             position += tokens
             if run.cached:
                 continue
             assert tokens == read_tokens.pop(run.side) > 0
-            reader = prefill if run.side is Role.PREFILL else decode
+            reader = self.engines[assignment.at(run.side).engine_id]
             reader.reads[assignment.request_id] = tokens
         assert not any(read_tokens.values())
         assert position == expected
@@ -136,6 +163,7 @@ class Cluster(RuleBasedStateMachine):
     def remove(self, request_id: str) -> None:
         del self.requests[request_id]
         self.assigned.pop(request_id, None)
+        self.reading.discard(request_id)
         for engine in self.engines.values():
             engine.tokens.pop(request_id, None)
             engine.reads.pop(request_id, None)
@@ -143,6 +171,7 @@ class Cluster(RuleBasedStateMachine):
 
     def submit_again(self, request: Request) -> None:
         self.requests[request.request_id] = request
+        self.known[request.request_id] = frozenset(self.engines)
         self.scheduler.apply(Submitted(request))
 
     @rule(
@@ -152,12 +181,15 @@ class Cluster(RuleBasedStateMachine):
         keepers=st.dictionaries(st.sampled_from(specs()), st.floats(0, 1), max_size=3),
     )
     def submit(self, prompt: int, share: float, new: int, keepers: dict[EngineSpec, float]) -> None:
-        """``keepers``: what share of the hit engines keep, lost ones perhaps among them."""
-        blocks = int((prompt - 1) * share) // BLOCK_TOKENS
+        """``keepers``: what share of the prompt engines cache, lost ones perhaps among them.
+
+        That may be more than is stored.
+        """
+        blocks, most = int((prompt - 1) * share) // BLOCK_TOKENS, (prompt - 1) // BLOCK_TOKENS
         cached = tuple(
-            CachedPrefix(spec.engine_id, round(part * blocks))
+            CachedPrefix(spec.engine_id, round(part * most))
             for spec, part in keepers.items()
-            if round(part * blocks)
+            if round(part * most)
         )
         hit = blocks * BLOCK_TOKENS
         self.submit_again(Request(f"r{self.count}", prompt, hit, new, cached))
@@ -173,9 +205,7 @@ class Cluster(RuleBasedStateMachine):
     def send(self, data: st.DataObject) -> None:
         """An engine receives an assignment, in whatever order they were decided."""
         assignment = self.assigned[data.draw(st.sampled_from(sorted(self.assigned)))]
-        engine_id = data.draw(
-            st.sampled_from([assignment.prefill_engine, assignment.decode_engine])
-        )
+        engine_id = data.draw(st.sampled_from(assignment.engines))
         engine = self.engines.get(engine_id)  # it may be lost
         if engine is not None and assignment.request_id in engine.tokens:
             engine.received.add(assignment.request_id)
@@ -203,6 +233,28 @@ class Cluster(RuleBasedStateMachine):
         if len(self.assigned) == len(self.requests):
             assert (held, load.unfinished_requests) == (0, len(mine)), "and it counts once"
 
+    @rule(data=st.data(), parts=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+    @precondition(lambda self: self.assigned.keys() - self.reading)
+    def grant(self, data: st.DataObject, parts: tuple[float, float]) -> None:
+        """A DE grants slots; its engines have evicted some of the blocks they cached."""
+        names = sorted(self.assigned.keys() - self.reading)
+        old = self.assigned[data.draw(st.sampled_from(names))]
+        self.reading.add(old.request_id)
+        left = {
+            side: round(part * old.cached_end(side))
+            for side, part in zip((Role.DECODE, Role.PREFILL), parts, strict=True)
+        }
+        effects = self.scheduler.apply(
+            SlotsGranted(old.request_id, left[Role.DECODE], left[Role.PREFILL])
+        )
+        assert bool(effects.assignments) == any(left[s] < old.cached_end(s) for s in Role)
+        for new in effects.assignments:
+            assert new.engines == old.engines
+            for engine_id in old.engines:
+                self.engines[engine_id].reads.pop(old.request_id, None)
+            self.assigned[old.request_id] = new
+            self.charge(new, max(left.values()))
+
     @rule(data=st.data(), steps=st.integers(1, 3))
     @precondition(lambda self: self.assigned)
     def work(self, data: st.DataObject, steps: int) -> None:
@@ -210,12 +262,13 @@ class Cluster(RuleBasedStateMachine):
         self.advance(request_id, steps)
 
     def advance(self, request_id: str, steps: int) -> None:
+        self.reading.add(request_id)
         self.scheduler.apply(ReadsDone(request_id))
         for engine in self.engines.values():
             engine.reads.pop(request_id, None)
         if steps > 1:
             self.scheduler.apply(PrefillEnded(request_id))
-            prefill = self.engines.get(self.assigned[request_id].prefill_engine)
+            prefill = self.engines.get(self.assigned[request_id].prefill_engine or "")
             if prefill is not None:
                 prefill.tokens.pop(request_id, None)
                 prefill.received.discard(request_id)

@@ -189,7 +189,7 @@ class Twins(RuleBasedStateMachine):
     def row_of(self, assignment: Assignment) -> list[int]:
         return [
             int(assignment.request_id),
-            self.numbers[assignment.prefill_engine],
+            self.numbers[assignment.at(Role.PREFILL).engine_id],
             self.numbers[assignment.decode_engine],
             assignment.prefill_read_tokens,
             assignment.decode_read_tokens,
@@ -202,14 +202,14 @@ class Twins(RuleBasedStateMachine):
         request_id = assignment.request_id
         self.assigned[request_id] = assignment
         self.reading.add(request_id)
-        prefill = self.engines[assignment.prefill_engine]
+        prefill = self.engines[assignment.at(Role.PREFILL).engine_id]
         decode = self.engines[assignment.decode_engine]
         at_prefill, at_decode = assignment.prefill_read_tokens, assignment.decode_read_tokens
         prefill.assigned[request_id] = assignment.prefill_tokens, at_prefill
         decode.assigned[request_id] = assignment.decode_tokens, at_decode
         line: tuple[str, ...] = (decode.spec.group,)
         if not self.by_load:
-            line = assignment.prefill_engine, assignment.decode_engine
+            line = assignment.engines
         assert self.submitted[request_id] > self.latest_in_line.get(line, -1), "first come first"
         self.latest_in_line[line] = self.submitted[request_id]
 
@@ -249,6 +249,7 @@ class Twins(RuleBasedStateMachine):
             report.load.unfinished_tokens,
             report.load.read_queue_tokens,
             report.load.free_hbm_tokens,
+            report.load.unallocated_hbm_tokens,
         )
 
     @rule(data=st.data(), steps=st.integers(1, 3))
@@ -261,14 +262,14 @@ class Twins(RuleBasedStateMachine):
         self.reading.discard(request_id)
         self.live.apply(ReadsDone(request_id))
         scheduler.read_done(self.tables, int(request_id))
-        for engine_id in (assignment.prefill_engine, assignment.decode_engine):
+        for engine_id in assignment.engines:
             assigned = self.engines[engine_id].assigned
             if request_id in assigned:
                 assigned[request_id] = assigned[request_id][0], 0
         if steps > 1:
             self.live.apply(PrefillEnded(request_id))
             scheduler.prefill_done(self.tables, int(request_id))
-            self.engines[assignment.prefill_engine].assigned.pop(request_id, None)
+            self.engines[assignment.at(Role.PREFILL).engine_id].assigned.pop(request_id, None)
         if steps > 2:
             self.live.apply(Finished(request_id))
             self.remove(request_id)

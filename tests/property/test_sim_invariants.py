@@ -58,9 +58,10 @@ def with_windows(windows: tuple[int, ...]) -> BlockGeometry:
 
 
 @settings(max_examples=150)
-@given(clusters, modes, tables)
-def test_every_round_passes_every_stage_in_order(cluster, mode, agents):
-    result = simulate(small_setup(mode, **cluster), agents, core="reference")
+@given(clusters, modes, tables, st.sampled_from([0, 50, 400]))
+def test_every_round_passes_every_stage_in_order(cluster, mode, agents, append):
+    setup = small_setup(mode, append_at_decode_tokens=append, **cluster)
+    result = simulate(setup, agents, core="reference")
     stages = np.array(result.turns)
     assert (stages >= 0).all()
     # The second token may be due before other joins slow the step down, never before decoding.

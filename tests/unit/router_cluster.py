@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 from tests.control_network import Arrivals, ControlNetwork, Network, ZmqNetwork
@@ -57,6 +57,13 @@ class Cluster:
         engine = FakeEngine(engine_id, role, self.stored, **options)
         self.engines[engine_id] = engine
         return await engine.join(self.network)
+
+    async def caches(self, engine_id: str, keys: Sequence[bytes]) -> None:
+        """Store blocks, and let an engine report that it caches them; its slots are empty."""
+        self.stored.update(keys)
+        heads = tuple(key[: control.CACHE_UPDATE_KEY_BYTES] for key in keys)
+        self.engines[engine_id].send(control.CacheUpdate(added=heads))
+        await self.delivered(self.engines[engine_id])
 
     async def run(self, job: Job) -> list[int]:
         """Return a job's tokens, checking that the stream ends as it should."""

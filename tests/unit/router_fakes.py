@@ -37,6 +37,12 @@ NAMESPACE = StoreNamespace(
     layout="test",
     geometry=BlockGeometry(BLOCK_TOKENS, ((64,), (64,)), layer_windows=(0, WINDOW_TOKENS)),
 )
+WITHOUT_WINDOWS = StoreNamespace(
+    model="tiny",
+    dtype="float32",
+    layout="test",
+    geometry=BlockGeometry(BLOCK_TOKENS, ((64,), (64,))),
+)
 #: Longer than any limit of the router; in virtual time it costs nothing.
 GUARD_S = 3600.0
 
@@ -148,7 +154,7 @@ class FakeEngine:
                 engine_id=self.engine_id,
                 epoch=self.epoch,
                 role=self.role,
-                agents=(cluster.AgentAddress(self.epoch, b"", ()),),
+                agents=(cluster.AgentAddress(self.epoch, b"metadata", ()),),
                 process=self.process or HostProcess(f"container of {self.epoch}", 1, 1),
             ),
             namespace=self.namespace,
@@ -297,9 +303,6 @@ class FakeEngine:
                 self._persist(message)
             case request_messages.Release():
                 self._release(message)
-            case control.Registered():
-                for peer in message.peers:
-                    self.writers[peer.epoch] = peer.writer
             case control.PeerUp():
                 self.writers[message.address.epoch] = message.address.writer
             case control.PeerDown():

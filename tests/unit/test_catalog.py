@@ -51,7 +51,7 @@ def attention_token_s(costs: PrefillCosts) -> float:
 
 
 def test_the_catalog_holds_the_papers_clusters_and_gpu():
-    assert names(CLUSTERS) == ("paper-27b", "paper-660b", "paper-qwen")
+    assert names(CLUSTERS) == ("dgx-h200", "paper-27b", "paper-660b", "paper-qwen")
     assert "hopper" in names(GPUS)
     assert (PAPER.prefill_nodes, PAPER.decode_nodes) == (2, 4)
     assert load_cluster("paper-qwen").lockstep is False

@@ -1,12 +1,13 @@
 """Simulated threads and clusters: random order of events, and equal runs of equal seeds."""
 
 import gc
+import re
 from pathlib import Path
 
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
+from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, Adversary
 from dualpath_lab.faults.simulation.planted_bugs import PLANTED_BUGS, planted
 from dualpath_lab.faults.simulation.run import run_seed
 from dualpath_lab.faults.simulation.threads import SimThreads
@@ -132,16 +133,47 @@ def test_a_run_leaves_nothing_in_memory() -> None:
     [
         ("session-end-keeps", "stall a control connection"),
         ("no-quarantine", "hanging transfers"),
+        ("peers-named-once", "kill an engine"),
         ("checksum-ignored", "rotting storage"),
         ("call-silence-ignored", "lose a call to an engine"),
         ("call-silence-ignored", "silence an HTTP server"),
         ("core-silence-ignored", "hang a core"),
+        ("abandoned-read-continues", "slow storage"),
     ],
 )
 def test_planted_bugs_are_found_by_the_faults_they_are_for(name: str, fault: str) -> None:
     kinds = [kind for kind in FAULT_KINDS if kind.name == fault]
     with planted(name):
         assert any(run_seed(seed, kinds=kinds).problems for seed in range(30))
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("in-doubt-unreported", {"kill the router", "stop the router", "stalling transfers"}),
+        ("slots-unchecked", {"kill the router", "stop an engine", "stall a control connection"}),
+        ("cached-once-read", {"slow storage", "rotting storage", "kill an engine"}),
+    ],
+)
+def test_planted_bugs_that_need_several_kinds_of_faults_are_found(
+    name: str, faults: set[str]
+) -> None:
+    kinds = [kind for kind in FAULT_KINDS if kind.name in faults]
+    with planted(name):
+        assert any(run_seed(seed, kinds=kinds).problems for seed in range(120))
+
+
+def test_half_of_the_runs_with_several_faults_have_them_in_two_components() -> None:
+    found: list[int] = []
+    for seed in range(200):
+        adversary = object.__new__(Adversary)
+        adversary.world = World(seed)
+        kinds = adversary._focused(FAULT_KINDS, faults=2)
+        found.append(len({kind.component for kind in kinds}))
+        assert list(adversary._focused(FAULT_KINDS, faults=1)) == list(FAULT_KINDS)
+    every = len({kind.component for kind in FAULT_KINDS})
+    assert set(found) == {2, every}
+    assert 60 < found.count(2) < 140
 
 
 def test_a_router_that_breaks_off_slow_calls_is_found_without_any_fault() -> None:
@@ -154,8 +186,9 @@ def test_an_unknown_bug_cannot_be_planted() -> None:
         pass
 
 
-def test_every_bug_is_in_the_reference_with_its_description() -> None:
-    text = " ".join(PAGE.read_text().split())
-    rows = {name: f"| `{name}` | {plant.what} |" for name, plant in PLANTED_BUGS.items()}
-    rest = {name: f"`{name}` ({plant.what}" for name, plant in PLANTED_BUGS.items()}
-    assert [n for n in PLANTED_BUGS if rows[n] not in text and rest[n] not in text] == []
+def test_every_bug_is_in_the_reference_with_its_description_and_a_seed() -> None:
+    rows = PAGE.read_text().splitlines()
+    starts = {name: f"| `{name}` | {plant.what} | " for name, plant in PLANTED_BUGS.items()}
+    found = {name: [r for r in rows if r.startswith(start)] for name, start in starts.items()}
+    seeds = [re.fullmatch(r".* \| (\d+)( \*)? \|", row) for (row,) in found.values()]
+    assert all(seed is not None and int(seed[1]) < 3000 for seed in seeds)

@@ -52,6 +52,12 @@ def test_ucx_stays_on_the_loopback_device_unless_set_otherwise():
     assert devices({}, nixl_engine_config={"NET_DEVICES": "mlx5_0:1"}) is None
 
 
+def test_engines_of_gpus_with_rdma_ports_are_not_kept_on_the_loopback_device():
+    """The variable would override the port that each engine chooses for its GPU."""
+    made = ClusterKeys(settings(), {}, paired_ports=True).engine_environment()
+    assert "UCX_NET_DEVICES" not in made
+
+
 def test_a_key_for_all_engines_is_refused():
     with pytest.raises(ConfigError, match="before --vllm-args"):
         settings(vllm_args=("--api-key", "k"))

@@ -279,7 +279,7 @@ def test_serve_passes_the_file_to_router_and_engines(file):
 
     settings = serve.cluster_settings(parsed(serve, "--config", file))
     command = router_command(settings, 8000, 5700)
-    router_settings, _ = router._settings(parsed(router, *command[1:]))
+    router_settings, _ = router.settings_of(parsed(router, *command[1:]))
     assert router_settings.engine_timeout_s == 9
     assert router_settings.control_port == 5700
     command = engine_command(settings, Role.PREFILL, 0, 8001, 5700)

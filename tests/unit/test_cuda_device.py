@@ -6,7 +6,9 @@ this cannot show is how a GPU behaves.
 """
 
 import ctypes
+import gc
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,12 +25,16 @@ pytest.importorskip("torch")
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.guard import GUARD_S
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError, TransportError
 from dualpath.engine.passes.device import PASSED, HostDevice
-from dualpath.transport.contract import RegionInfo, TransferState
-from dualpath.transport.memory import allocate_registered
+from dualpath.node.host_process import has_exited, this_process
+from dualpath.transport.contract import Direction, RegionInfo, TransferState
+from dualpath.transport.in_process import InProcessFabric, InProcessTransport
+from dualpath.transport.memory import allocate_registered, allocate_shared
+from dualpath.transport.shared_memory import NearestTransport, SharedMemoryTransport
 from dualpath.vllm import cuda_device
 from dualpath.vllm.cache_layers import hbm_layout
 from dualpath.vllm.cuda_device import CudaDevice, CudaDriver, has_rdma_nic, merge_runs, open_device
@@ -140,6 +146,7 @@ def gpu(monkeypatch):
         Stream=LazyStream,
         Event=LazyEvent,
         current_stream=lambda device: compute,
+        set_device=lambda device: None,
         device=lambda device: nullcontext(),
         cudart=lambda: runtime,
     )
@@ -236,6 +243,147 @@ def test_pinning_of_a_large_buffer_is_logged_with_its_time(gpu, caplog, monkeypa
     assert after.startswith("pinned 3.0 GiB in ")
 
 
+def test_threads_allow_their_calls_during_captures_of_graphs(gpu, caplog, monkeypatch):
+    """A query of the pump's thread would otherwise make vLLM's graph invalid."""
+    modes, status = [], 0
+
+    def exchange(mode):
+        modes.append(mode._obj.value)
+        return status
+
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": driver}[name])
+    device = CudaDevice("cuda:0", None)
+    device.enter_thread()
+    relaxed = 2
+    assert modes == [relaxed]
+    assert caplog.messages == []
+    status = 1
+    device.enter_thread()
+    assert "use --enforce-eager" in caplog.text
+
+
+class TwoEngines:
+    """A PE with HBM of 8 pieces and a DE of the same machine with a buffer of 8 pieces.
+
+    ``transport`` is the PE's; its network moves bytes at the first poll.
+    """
+
+    def __init__(self, *, copier=True):
+        self.device = CudaDevice("cuda:0", CudaDriver(driver_bindings()) if copier else None)
+        fabric = InProcessFabric()
+        self.memory = SharedMemoryTransport(
+            "pe", this_process(), has_exited, self.device.hbm_copies()
+        )
+        self.transport = NearestTransport(self.memory, InProcessTransport("pe", fabric))
+        _, self.hbm, (_, region) = two_regions()
+        self.transport.register(region, self.hbm)
+
+        buffer = allocate_shared(8 * PIECE)
+        self.buffer = buffer.array.reshape(8, PIECE)
+        self.buffer[:] = np.arange(8, dtype=np.uint8)[:, None]
+        self.decode = SharedMemoryTransport("de", this_process(), has_exited)
+        self.decode.register(RegionInfo("buffer", buffer.address, PIECE, PIECE, 8), buffer)
+        InProcessTransport("de", fabric)
+
+    def connect(self):
+        """Connect, and return when the thread that pins has ended."""
+        self.transport.connect(self.decode.info())
+        for thread in threading.enumerate():
+            if thread.name == "shared-memory-pin":
+                thread.join(GUARD_S)
+
+    def post(self, direction, hbm_pieces, buffer_pieces):
+        return self.transport.post(direction, "hbm.0", hbm_pieces, "de", "buffer", buffer_pieces)
+
+
+@pytest.fixture
+def two_engines(gpu):
+    engines = TwoEngines()
+    yield engines
+    engines.transport.close()
+    engines.decode.close()
+
+
+def test_a_gpu_copies_between_its_hbm_and_the_buffer_of_another_engine(two_engines):
+    two_engines.connect()
+    read = two_engines.post(Direction.READ, [0, 5], [3, 7])
+    assert read.poll() is read.poll() is TransferState.MOVING
+    two_engines.device.copier.synchronize()
+    assert read.poll() is TransferState.DONE
+    read.release()
+    assert [int(two_engines.hbm[i, 0]) for i in (0, 5)] == [3, 7]
+
+    write = two_engines.post(Direction.WRITE, [5], [0])
+    assert write.poll() is TransferState.MOVING
+    assert int(two_engines.buffer[0, 0]) == 0
+    two_engines.device.copier.synchronize()
+    assert write.poll() is TransferState.DONE
+    assert int(two_engines.buffer[0, 0]) == 7
+    assert write.bytes == PIECE
+
+
+def test_the_network_serves_an_engine_until_its_buffer_is_pinned(two_engines, gpu, monkeypatch):
+    pinned, register = threading.Event(), gpu.runtime.cudaHostRegister
+
+    def register_late(*arguments):
+        assert pinned.wait(GUARD_S)
+        return register(*arguments)
+
+    monkeypatch.setattr(gpu.runtime, "cudaHostRegister", register_late)
+    two_engines.transport.connect(two_engines.decode.info())
+    early = two_engines.post(Direction.READ, [1], [4])
+    assert early.poll() is TransferState.DONE
+    pinned.set()
+    two_engines.connect()
+    late = two_engines.post(Direction.READ, [2], [4])
+    assert late.poll() is TransferState.MOVING
+    two_engines.device.copier.synchronize()
+    assert late.poll() is TransferState.DONE
+    assert int(two_engines.hbm[1, 0]) == int(two_engines.hbm[2, 0]) == 4
+
+
+def test_the_buffer_of_a_lost_engine_is_unpinned_when_the_gpu_copies_no_more(two_engines, gpu):
+    two_engines.connect()
+    assert len(gpu.runtime.pinned) == 1
+    copying = two_engines.post(Direction.WRITE, [1], [1])
+    waiting = two_engines.post(Direction.WRITE, [2], [2])
+    assert copying.poll() is TransferState.MOVING
+
+    two_engines.transport.disconnect("de")
+
+    assert copying.poll() is TransferState.MOVING
+    assert waiting.poll() is TransferState.FAILED  # It was not queued, so nothing is written.
+    gc.collect()
+    assert len(gpu.runtime.pinned) == 1
+    two_engines.device.copier.synchronize()
+    assert copying.poll() is TransferState.FAILED
+    assert "disconnected" in copying.error()
+    gc.collect()
+    assert gpu.runtime.pinned == set()
+    assert int(two_engines.buffer[2, 0]) == 2
+
+
+def test_a_buffer_that_cannot_be_pinned_is_reached_through_the_network(
+    two_engines, gpu, monkeypatch, caplog
+):
+    monkeypatch.setattr(gpu.runtime, "cudaHostRegister", lambda *_: SimpleNamespace(value=2))
+    two_engines.connect()
+    assert "reaches de through the network: 512 bytes of buffer cannot be pinned" in caplog.text
+    read = two_engines.post(Direction.READ, [1], [4])
+    assert read.poll() is TransferState.DONE
+
+
+def test_a_gpu_that_leaves_copies_to_nixl_uses_the_network(gpu, caplog):
+    engines = TwoEngines(copier=False)
+    with caplog.at_level("INFO"):
+        engines.connect()
+    assert "reaches de through the network: its GPU leaves copies to NIXL" in caplog.text
+    read = engines.post(Direction.READ, [1], [4])
+    assert read.poll() is TransferState.DONE
+    engines.transport.close()
+
+
 def test_a_device_that_fails_fails_the_copy(gpu, monkeypatch):
     _, _, infos = two_regions()
     device = with_copier(driver_bindings(), infos)
@@ -278,7 +426,14 @@ def test_an_rdma_nic_counts_when_a_port_is_active(tmp_path: Path):
     state.write_text("1: DOWN\n")
     assert not has_rdma_nic(tmp_path)
     state.write_text("4: ACTIVE\n")
-    assert has_rdma_nic(tmp_path)
+    assert has_rdma_nic(tmp_path, {})
+    for chosen, usable in (
+        ("all", True),
+        ("eth0,mlx5_0:1", True),
+        ("lo", False),
+        ("mlx5_1", False),
+    ):
+        assert has_rdma_nic(tmp_path, {"UCX_NET_DEVICES": chosen}) is usable
 
 
 def test_kv_in_host_memory_needs_no_device():
@@ -291,11 +446,15 @@ def test_kv_in_host_memory_needs_no_device():
     ("setting", "nic", "own"),
     [("auto", True, False), ("auto", False, True), ("nixl", False, False), ("cuda", True, True)],
 )
-def test_cuda_copies_where_no_nic_does(gpu, monkeypatch, setting, nic, own):
+def test_cuda_copies_where_no_nic_does(gpu, caplog, monkeypatch, setting, nic, own):
+    caplog.set_level("INFO")
     monkeypatch.setattr(cuda_device, "has_rdma_nic", lambda: nic)
     monkeypatch.setattr(cuda_device, "CudaDriver", lambda: CudaDriver(driver_bindings()))
     device = open_device(torch.device("cuda", 0), setting)
     assert (device.copier is not None) is own
+    assert caplog.messages[0].startswith(
+        f"copies between DRAM and HBM are made by {'CUDA' if own else 'NIXL'}: "
+    )
 
 
 # ------------------------------------------------------------------ KV tensors as regions

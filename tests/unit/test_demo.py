@@ -272,7 +272,7 @@ def test_no_read_times_out_however_slow_storage_is(tmp_path):
     _, *words = router_command(settings, 8000, 5700)
     given = argparse.ArgumentParser(prog="dualpath")
     router.add_parser(given.add_subparsers())
-    command, _ = router._settings(given.parse_args(["router", *words]))
+    command, _ = router.settings_of(given.parse_args(["router", *words]))
     # All agents' hits at once, at the rate of a machine that takes three minutes for Oracle.
     assert command.read_deadline_s >= LOAD_SHARE * 180
 

@@ -11,10 +11,12 @@ import lzma
 import re
 import shutil
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from tests.docs_blocks import PAGES, ROOT, Block, blocks, commands, marks
+from tests.tls_authority import tls_files
 
 from dualpath.cli.main import command_module, main, subcommands
 from dualpath_sim.cli.experiments import LazyParser
@@ -47,6 +49,10 @@ def folder(tmp_path, monkeypatch):
     for name in ("sql", "chat"):
         Path("mnt", "adapters", name).mkdir(parents=True)
         Path("mnt", "adapters", name, "adapter_config.json").write_text("{}")
+    if find_spec("cryptography") is not None:
+        tls = tls_files(tmp_path)
+        Path(tls.certificate).rename("cert.pem")
+        Path(tls.key).rename("key.pem")
     return tmp_path
 
 
@@ -120,7 +126,8 @@ def test_a_page_that_serves_starts_commands_that_can_be_printed(block, folder, c
     for words in commands(block):
         # The lines of the page on GPUs name devices, which few machines have.
         if words[:2] == ["dualpath", "serve"] and "--devices" not in words:
-            assert main(["serve", "--dry-run", *here(words[2:])]) == 0
+            free = [] if "--port" in words else ["--port", "0"]  # that of the page may be taken
+            assert main(["serve", "--dry-run", *free, *here(words[2:])]) == 0
             assert "dualpath router" in capsys.readouterr().out
 
 

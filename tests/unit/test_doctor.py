@@ -18,6 +18,7 @@ from dualpath.launch.doctor.finding import Status, error, has_errors, ok, warnin
 from dualpath.launch.doctor.network import RdmaPort
 from dualpath.launch.doctor.node import Node
 from dualpath.launch.doctor.software import ProcessOutcome
+from dualpath.transport.nixl import nixl_package
 from dualpath.transport.nixl_probe import NixlReport
 from dualpath.vllm.hooks import HookReport
 
@@ -341,7 +342,7 @@ def test_an_error_is_worse_than_a_warning():
 
 @pytest.mark.nixl
 def test_the_probe_of_nixl_exits_cleanly():
-    pytest.importorskip("nixl_cu12")
+    pytest.importorskip(nixl_package())
     outcome = Node().run_module("dualpath.transport.nixl_probe")
     assert [finding.status.value for finding in software.nixl(outcome)] == ["ok"] * 4
 

@@ -271,7 +271,7 @@ async def test_a_restarted_router_is_notified_of_all_cached_blocks(tmp_path: Pat
         manager = made.engines["decode-0"].plane.manager
         manager.end_session("the router is gone")
         keys.clear()
-        manager.handle(Registered(peers=()))
+        manager.handle(Registered())
         await updated(made)
 
 
@@ -281,7 +281,7 @@ async def test_a_router_with_caching_disabled_gets_an_empty_buffer(tmp_path: Pat
         manager = made.engines["decode-0"].plane.manager
         assert manager.report().load.cached_buffer_tokens > 0
         manager.end_session("the router is gone")
-        manager.handle(Registered(peers=(), enable_caching=False))
+        manager.handle(Registered(enable_caching=False))
         assert manager.report().load.cached_buffer_tokens == 0
         assert manager.buffer.free == manager.buffer.capacity
         assert manager.settings.role is Role.DECODE

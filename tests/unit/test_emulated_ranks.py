@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import multiprocessing
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,9 @@ from dualpath.engine.passes.layer_stream import LayerStream
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 from dualpath_lab.emulated.checkable_kv import CheckedAt
 from dualpath_lab.emulated.data_plane import BlocksHeld, BlocksReleased, DataPlane, FollowerPlane
-from dualpath_lab.emulated.ranks import ThreadRanks
+from dualpath_lab.emulated.emulated_gpu import follow
+from dualpath_lab.emulated.rank_processes import ConnectedFollower
+from dualpath_lab.emulated.ranks import FollowerRank, ThreadRanks
 
 PROMPT = list(range(1, 38))
 AGENTS, LAYERS = 3, GEOMETRY.layers
@@ -191,9 +194,9 @@ async def test_every_rank_uses_the_process_of_its_surroundings(
         functools.partial(Surroundings, this_process=lambda: HostProcess("sim", next(numbers))),
     )
     async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
-        address = made.service.registry.alive(Role.PREFILL)[0].address
-        assert {p.host for p in (address.process, *address.process.ranks)} == {"sim"}
-        assert len(address.process.ranks) == 1
+        process = made.service.registry.alive(Role.PREFILL)[0].process
+        assert {p.host for p in (process, *process.ranks)} == {"sim"}
+        assert len(process.ranks) == 1
 
 
 async def test_an_engine_that_loses_a_rank_reports_it_and_ends(tmp_path: Path) -> None:
@@ -215,10 +218,39 @@ def test_a_rank_that_cannot_start_ends_its_engine(tmp_path: Path) -> None:
     settings = engine_settings(Role.PREFILL, "pe", "tcp://127.0.0.1:1", tmp_path, Mode.DUALPATH)
     settings = msgspec.structs.replace(settings, tensor_parallel_size=2, kv_heads=2)
     fabric, ranks = InProcessFabric(), ThreadRanks(2)
-    surroundings = Surroundings(open_transport=lambda name, _: InProcessTransport(name, fabric))
+    surroundings = Surroundings(open_transport=lambda name, *_: InProcessTransport(name, fabric))
     ranks.rank_ended("rank 1 has ended: no device")
     with pytest.raises(EngineLostError, match="rank 1 has ended: no device"):
         DataPlane(settings, surroundings, ranks.leader)
+
+
+def thread_follower() -> FollowerRank:
+    """A rank as a thread, after its leader could not start."""
+    ranks = ThreadRanks(2)
+    ranks.leader.end()
+    return ranks.followers[0]
+
+
+def process_follower() -> FollowerRank:
+    """A rank as a process, after its leader could not start."""
+    leaders, own = multiprocessing.Pipe()
+    leaders.send(None)
+    return ConnectedFollower(1, 2, own)
+
+
+@pytest.mark.parametrize("follower", [thread_follower, process_follower])
+def test_a_rank_ends_with_a_reason_if_the_first_one_cannot_start(
+    follower: Callable[[], FollowerRank], tmp_path: Path
+) -> None:
+    settings = engine_settings(Role.PREFILL, "pe", "tcp://127.0.0.1:1", tmp_path, Mode.DUALPATH)
+    settings = msgspec.structs.replace(settings, tensor_parallel_size=2, kv_heads=2)
+    fabric = InProcessFabric()
+    surroundings = Surroundings(open_transport=lambda name, *_: InProcessTransport(name, fabric))
+    with pytest.raises(EngineLostError, match="the engine's first rank has ended"):
+        follow(settings, follower(), surroundings)
+    with pytest.raises(EngineLostError, match="the engine's first rank has ended"):
+        follower().gather("its address")
+    assert follower().work() is None, "between two pieces of work it is the end of work"
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(2, 3), (3, 2)])

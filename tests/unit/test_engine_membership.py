@@ -52,9 +52,7 @@ class Router:
         return not self._socket.poll(0)
 
     def welcome(self) -> None:
-        self._socket.send_multipart(
-            [self._engine, encode(unnumbered(Registered(peers=()), "a session"))]
-        )
+        self._socket.send_multipart([self._engine, encode(unnumbered(Registered(), "a session"))])
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -88,7 +86,7 @@ def membership(
         ServedModel(served_model_name="toy", max_model_len=512, vocab_size=100),
         hbm,
         surroundings=Surroundings(
-            open_transport=lambda agent, settings: InProcessTransport(agent, fabric),
+            open_transport=lambda agent, settings, device: InProcessTransport(agent, fabric),
             end_process=end_process,
         ),
     )

@@ -1,12 +1,13 @@
 """Peers of an engine: an unreachable one does not affect others and is retried."""
 
+import msgspec
 import pytest
 from tests.engine_harness import GEOMETRY
 
 from dualpath.core.cluster import AgentAddress, EngineAddress, RegionAddress, Role
 from dualpath.core.errors import TransportError
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION
-from dualpath.engine.control.peers import Peers
+from dualpath.engine.control.peers import UNNAMED_S, Peers
 from dualpath.engine.passes.hbm_layout import PartViews, shared_layers
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
@@ -69,3 +70,53 @@ def test_a_peer_with_other_blocks_is_refused_and_does_not_affect_others() -> Non
     with pytest.raises(TransportError, match="engine de-0: region 'buffer' has blocks of 1281"):
         peers.agents_of("de-0", "1")
     assert peers.agents_of("de-1", "1") == ("de-1-1",)
+
+
+class CountingTransport(InProcessTransport):
+    """Notes which agents are connected and disconnected."""
+
+    def __init__(self, agent: str, fabric: InProcessFabric) -> None:
+        super().__init__(agent, fabric)
+        self.events: list[str] = []
+
+    def connect(self, peer, views=()):
+        super().connect(peer, views)
+        self.events.append(f"+{peer.agent}")
+
+    def disconnect(self, agent):
+        super().disconnect(agent)
+        self.events.append(f"-{agent}")
+
+
+def test_connections_outlast_a_session_until_their_peers_were_not_named_for_a_while() -> None:
+    fabric = InProcessFabric()
+    transport = CountingTransport("pe-0-1", fabric)
+    peers = Peers(Role.PREFILL, transport, VIEWS)
+    for number in range(2):
+        InProcessTransport(f"de-{number}-1", fabric)
+        peers.up(address(f"de-{number}"))
+    peers.session_begins(0)
+    # A forward pass of the session before may still send to both.
+    assert peers.agents_of("de-1", "1") == ("de-1-1",)
+    peers.up(address("de-0"))
+    peers.expire(int(UNNAMED_S * 1e9) - 1)
+    assert transport.events == ["+de-0-1", "+de-1-1"]
+    peers.expire(int(UNNAMED_S * 1e9))
+    assert transport.events == ["+de-0-1", "+de-1-1", "-de-1-1"]
+    assert [peer.engine_id for peer in peers.known()] == ["de-0"]
+    peers.expire(int(3 * UNNAMED_S * 1e9))
+    assert len(transport.events) == 3
+
+
+def test_the_connection_to_a_former_process_is_closed_when_the_next_one_is_named() -> None:
+    fabric = InProcessFabric()
+    transport = CountingTransport("pe-0-1", fabric)
+    peers = Peers(Role.PREFILL, transport, VIEWS)
+    for agent in ("de-0-1", "de-0-2"):
+        InProcessTransport(agent, fabric)
+    peers.up(address("de-0"))
+    next_agent = AgentAddress("de-0-2", b"in-process", ())
+    peers.up(msgspec.structs.replace(address("de-0"), epoch="2", agents=(next_agent,)))
+    assert transport.events == ["+de-0-1", "-de-0-1", "+de-0-2"]
+    with pytest.raises(TransportError, match="not connected"):
+        peers.agents_of("de-0", "1")

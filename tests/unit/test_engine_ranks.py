@@ -13,7 +13,7 @@ from tests.ranked_harness import Cut, RankedCluster
 
 from dualpath.core.cluster import AgentAddress, EngineAddress, Role
 from dualpath.core.control import KvInHbm, Persist, PrefillDone, Release, Released
-from dualpath.core.errors import ConfigError, EngineLostError
+from dualpath.core.errors import EngineLostError
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.counters import Counter
@@ -21,7 +21,6 @@ from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.ranks.group import ONE_RANK, RankBoard, RankWork, TimedGroup
 from dualpath.engine.threads import Health
 from dualpath.node.host_process import has_exited, this_process
-from dualpath.transport.memory import allocate_shared, map_shared
 from dualpath_lab.emulated.ranks import ThreadRanks
 
 TOKENS = 4 * GEOMETRY.block_tokens
@@ -323,20 +322,6 @@ def test_work_is_idle_when_every_follower_reports_it_done() -> None:
     for follower in followers:
         follower.staged(second, 0)
     assert leader.board.others_staged(0, second)
-
-
-def test_memory_is_shared_while_mapped_and_its_path_is_removed() -> None:
-    with allocate_shared(8192) as (memory, path):
-        other = map_shared(path, 8192)
-        with pytest.raises(ConfigError, match="has 8192 bytes, expected 4096"):
-            map_shared(path, 4096)
-    memory.array[5000] = 7
-    assert other.array[5000] == 7
-    assert other.address != memory.address
-    with pytest.raises(ConfigError, match="first rank cannot be reached"):
-        map_shared("/proc/self/fd/999999", 8192)
-    with pytest.raises(ConfigError, match="at least 1 byte"), allocate_shared(0):
-        pass
 
 
 def test_an_engine_of_one_rank_broadcasts_and_gathers_its_own_values() -> None:

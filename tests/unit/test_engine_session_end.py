@@ -69,7 +69,7 @@ def test_a_request_that_decodes_goes_on_and_counts_until_it_ends(cluster: ToyClu
         assert (report.load.unfinished_requests, report.load.unfinished_tokens) == (1, TOKENS)
         assert report.load.free_buffer_tokens == manager.buffer_tokens
         assert manager.in_doubt()[:2] == ((), ())
-        cluster.de.command(Registered(peers=()))
+        cluster.de.command(Registered())
     manager.active.ended("r")
     assert not manager.active.any_detached
     assert whole(cluster) == [True, True]
@@ -130,7 +130,7 @@ def test_a_pass_under_way_goes_on_and_its_end_is_reported_in_the_next_session(
     cluster.forward([(transfer, keys, BlockRun(0, BLOCKS), HBM)], lose_router)
     cluster.pe.answer(Released, "r")  # it was sent while no session was open, and lost
     assert manager.in_doubt().unsettled == ()
-    cluster.pe.command(Registered(peers=()))
+    cluster.pe.command(Registered())
     cluster.pe.answer(Released, "r")
     assert whole(cluster)[0]
 

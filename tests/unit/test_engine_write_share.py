@@ -127,6 +127,34 @@ def test_a_share_of_one_is_no_limit(threads: WhileWaiting) -> None:
     assert len(threads.happens) == 1
 
 
+def test_a_full_storage_is_one_warning_until_it_accepts_writes_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each turn of each agent tries again to write what only DRAM has."""
+    storage = memory_storage()
+    storage._capacity_blocks = 1
+    keys = prompt_keys(5 * GEOMETRY.block_tokens)
+    persister = Persister(storage, counters := Counters(), TraceRecorder(None, "test"))
+
+    def write(*some: BlockKey) -> None:
+        step = step_of(PERSIST_PROMPT, GEOMETRY, BlockRun(0, len(some)), slots=(0,) * len(some))
+        content = [memoryview(full_block(key)) for key in some]
+        persister.add(WriteTask("writes", step, some, content, lambda: None))
+        assert persister.drain(GUARD_S)
+
+    write(keys[0])
+    for _ in range(3):
+        write(*keys[1:3])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert counters.snapshot()[Counter.PERSIST_DROPPED_BLOCKS.value] == 6
+    storage.drop(keys[0])
+    write(keys[1])
+    assert "storage accepts writes again; 6 blocks were not persisted" in caplog.text
+    write(keys[2])
+    assert caplog.text.count("blocks are not persisted") == 2, "a new period begins"
+    persister.close(TimeLimit(OS_THREADS, GUARD_S))
+
+
 def test_an_engine_writes_its_next_request_when_enough_is_read() -> None:
     share, counters, storage = WriteShare(0.5, seen := Seen()), Counters(), memory_storage()
     stored, new = (keys := prompt_keys(5 * GEOMETRY.block_tokens))[:3], keys[3:]

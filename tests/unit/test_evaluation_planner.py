@@ -235,6 +235,27 @@ def test_a_summary_counts_every_byte_read_and_finds_the_slow_storage_nic():
     assert summary.unfinished_rounds == 0
 
 
+def test_buffers_bind_where_decode_nodes_hold_one_prompt():
+    agents, largest_prompt_bytes = agent_table(8, 6), 960 * 1000.0
+    small = setup_for(2, 1, prefill_buffer_bytes=1e9, decode_buffer_bytes=largest_prompt_bytes)
+    summary = summarise(reference(small, agents))
+    assert summary.binds == "buffers of the DEs"
+    assert 0.7 <= (summary.use.decode_buffers or 0) <= 1
+    # With room for all prompts something else binds, and the same KV is a small part of it.
+    ample = summarise(reference(setup_for(2, 1, decode_buffer_bytes=1e9), agents))
+    assert ample.binds != summary.binds
+    assert 0 < (ample.use.decode_buffers or 0) < 0.1
+    assert ample.jct_s < summary.jct_s
+
+
+def test_only_a_run_that_reads_at_prefill_nodes_uses_their_buffers():
+    agents = agent_table(4, 4)
+    basic = summarise(reference(setup_for(1, 1, Mode.BASIC), agents))
+    oracle = summarise(reference(setup_for(1, 1, Mode.ORACLE), agents))
+    assert basic.use.prefill_buffers
+    assert oracle.use.prefill_buffers is oracle.use.decode_buffers is None
+
+
 def test_a_single_agent_is_bound_by_latency_alone():
     summary = summarise(reference(setup_for(1, 1), agent_table(1, 4)))
     assert summary.binds.startswith("latency: ")

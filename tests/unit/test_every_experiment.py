@@ -31,6 +31,8 @@ FILES = {
     "sealed": ["sealed"],
     "roles": ["roles"],
 }
+#: Pages in the present format: small samples, and a published one.
+PAGES = [*sorted(RECORDED.glob("*.json")), PUBLISHED / "one-machine.json"]
 #: Their runs are of files that the user gives.
 WITHOUT_DEFAULT_CELLS = ("traces",)
 
@@ -45,10 +47,10 @@ def test_every_experiment_loads_and_has_unique_cells(name: str) -> None:
     assert len(cells) == len(set(cells))
     if name not in WITHOUT_DEFAULT_CELLS:
         assert cells or all(stage.next_cell is not None for stage in stages)
-    assert name in FILES or (RECORDED / f"{name}.json").exists()
+    assert name in FILES or name in {path.stem for path in PAGES}
 
 
-@pytest.mark.parametrize("path", sorted(RECORDED.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_recorded_page_is_drawn_again_from_its_runs(path: Path) -> None:
     group, word = EXPERIMENTS[path.stem]
     experiment = group.entries[word].load()

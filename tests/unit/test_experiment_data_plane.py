@@ -6,6 +6,7 @@ import pytest
 
 from dualpath.core.errors import ConfigError
 from dualpath.report import markdown
+from dualpath.transport.nixl import nixl_package
 from dualpath_lab.experiments.data_plane import (
     DATA_PLANE,
     POSTS,
@@ -70,7 +71,7 @@ def test_the_target_is_the_median_ratio_to_a_baseline_of_the_same_round() -> Non
 @pytest.mark.nixl
 @pytest.mark.long
 def test_every_reader_and_mover_transfers_real_bytes(tmp_path: Path) -> None:
-    pytest.importorskip("nixl_cu12")
+    pytest.importorskip(nixl_package())
     settings = DataPlaneSettings(
         storage=str(tmp_path),
         layers=3,

@@ -13,7 +13,7 @@ from tests.guard import GUARD_S
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
-from dualpath.core.cluster import AgentAddress, EngineAddress, GroupRank, Role
+from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.errors import (
     BadRequestError,
     DualPathError,
@@ -121,9 +121,6 @@ async def calls():
 
 
 def engine_info(port):
-    address = EngineAddress(
-        engine_id="de-0", epoch="e", role=Role.DECODE, agents=(AgentAddress("", b"", ()),)
-    )
     return EngineInfo(
         engine_id="de-0",
         epoch="e",
@@ -131,7 +128,7 @@ def engine_info(port):
         node="n",
         group="g",
         api_url=f"http://127.0.0.1:{port}/",
-        address=address,
+        process=HostProcess(),
         order=0,
         hbm_tokens=1,
         buffer_tokens=1,

@@ -12,11 +12,12 @@ from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
 from dualpath.node.host_process import process_stat
 from dualpath_lab.gpu.answers import PlainAnswer, compared, equal_tokens, likeliest_gap
-from dualpath_lab.gpu.cluster import log_rows, trace_rows
+from dualpath_lab.gpu.cluster import log_rows, prefill_rate, trace_rows
 from dualpath_lab.gpu.page import report
 from dualpath_lab.gpu.results import Check, PhaseResult, read_result, result_file
 from dualpath_lab.gpu.run import NO_GPU, run_phases
 from dualpath_lab.gpu.settings import PHASES, GpuCheckSettings, PhaseName, gpus
+from dualpath_lab.gpu.ucx import choices
 
 ONE_GPU = ("0",)
 #: Puts a finding as a phase does; the folder is the first argument.
@@ -67,11 +68,15 @@ def test_a_phase_that_crashes_is_a_result(tmp_path: Path) -> None:
 def test_a_phase_beyond_its_limit_is_ended_with_the_processes_that_it_started(
     tmp_path: Path,
 ) -> None:
-    """The child has a process group of its own and ignores SIGTERM, as an engine might."""
+    """The child has a process group of its own and ignores SIGTERM, as an engine might.
+
+    Its environment is not that of the phase: vLLM's processes overwrite theirs with a title.
+    """
     child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     hangs = (
         "import subprocess\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\n"
+        f"command = [sys.executable, '-c', {child!r}]\n"
+        "child = subprocess.Popen(command, start_new_session=True, env={})\n"
         "check.put('child', child.pid)\ntime.sleep(600)"
     )
     result = run(tmp_path, limit_s=12.0, plain=hangs)["plain"]
@@ -221,10 +226,53 @@ def test_traces_are_summed_by_kind_of_work_and_a_broken_one_is_left_out(tmp_path
     assert row["GB_per_s"] == pytest.approx(1.0)
 
 
+def test_the_measured_prefill_rate_is_found_in_the_engines_log(tmp_path: Path) -> None:
+    assert prefill_rate(tmp_path) is None
+    costs = "PassCosts(attention=None, prefill_tokens_per_s=9173.25, limit=1)"
+    (tmp_path / "pe-0.log").write_text(f"x\npass costs measured over 5 passes, f.json: {costs}\n")
+    assert prefill_rate(tmp_path) == 9173.25
+
+
+def test_waits_of_a_pass_are_summed_by_what_they_wait_for(tmp_path: Path) -> None:
+    """A wait for a send is the engine's thread in the way of the next layer."""
+    names = ("send of layer 0", "load of layer 1", "send of layer 1")
+    events = [{"ph": "X", "tid": "wait", "name": name, "dur": 1000.0} for name in names]
+    (tmp_path / "pe-0.json").write_text(json.dumps(events))
+    found = [(row["work"], row["number"]) for row in trace_rows(tmp_path)]
+    assert found == [("wait for send", 2), ("wait for load", 1)]
+
+
+UCX_LOG = """\
+[1.2] [vm:1:0]   +--------+-------------+-----------------------------------+
+[1.2] [vm:1:0]   | here self cfg#0                                          |
+[1.2] [vm:1:0]   | remote memory write by ucp_put* from cuda/GPU0 to host   |
+[1.2] [vm:1:0]   +--------+-------------+-----------------------------------+
+[1.2] [vm:1:0]   | Range  | Description |              Config               |
+[1.2] [vm:1:0]   | 0..inf | zero-copy   | rc_mlx5/mlx5_0:1                  |
+[1.2] [vm:1:0]   | active message by ucp_am_send* from host memory          |
+[1.2] [vm:1:0]   |           0 | short              | tcp/lo                |
+"""
+
+
+def test_ucxs_choice_for_device_copies_is_found_in_its_log() -> None:
+    assert choices((UCX_LOG * 2).splitlines()) == [
+        {
+            "operation": "write from cuda/GPU0 to host",
+            "bytes": "0..inf",
+            "how": "zero-copy",
+            "UCX": "rc_mlx5/mlx5_0:1",
+        }
+    ]
+
+
 def test_the_lines_that_describe_an_engine_and_its_first_error_are_kept(tmp_path: Path) -> None:
     (tmp_path / "pe-0.log").write_text(
         "INFO Using LBHNC KV cache layout\nINFO Using LBHNC KV cache layout\nnoise\n"
+        "WARNING this can cause errors like `OSError: Too many open files`\n"
         "ERROR first\nERROR second\n"
+    )
+    (tmp_path / "de-0.log").write_text(
+        "INFO [shutdown] API server: complete\nERROR AsyncLLM output_handler failed.\n"
     )
     assert [row["line"] for row in log_rows(tmp_path)] == [
         "Using LBHNC KV cache layout",

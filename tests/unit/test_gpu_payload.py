@@ -8,6 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from dualpath_lab.gpu import bootstrap, payload
 
 REPOSITORY = Path(__file__).parents[2]
@@ -65,6 +67,7 @@ def wheel(folder: Path, name: str, files: dict[str, bytes]) -> Path:
 def test_of_nixl_only_the_libraries_that_are_loaded_or_needed_are_packed(tmp_path: Path) -> None:
     made = wheel(tmp_path, "nixl_cu13-1.5.1-cp312-cp312-any.whl", {
         "nixl_cu13/_api.py": b"", "nixl_cu13/libplugin_UCX.so": elf(("libucp.so.0",)),
+        ".libs/plugins/libplugin_UCX.so": elf(("libucp.so.0",)),
         "nixl_cu13.libs/libucp.so.0": elf(("libucs.so.0", "libc.so.6")),
         "nixl_cu13.libs/libucs.so.0": elf(), "nixl_cu13/libplugin_GDS.so": elf(),
         "nixl_cu13-1.5.1.dist-info/METADATA": b"", "nixl_cu13-1.5.1.dist-info/RECORD": b"",
@@ -72,9 +75,11 @@ def test_of_nixl_only_the_libraries_that_are_loaded_or_needed_are_packed(tmp_pat
     payload.unpack(made, tmp_path / "site")
     files = {str(f.relative_to(tmp_path / "site")) for f in (tmp_path / "site").rglob("*.*")}
     assert {f for f in files if ".so" in f} == {
-        "nixl_cu13/libplugin_UCX.so", "nixl_cu13.libs/libucp.so.0", "nixl_cu13.libs/libucs.so.0",
+        "nixl_cu13/libplugin_UCX.so", ".libs/plugins/libplugin_UCX.so",
+        "nixl_cu13.libs/libucp.so.0", "nixl_cu13.libs/libucs.so.0",
     }  # fmt: skip
     assert not any(name.endswith("RECORD") for name in files)
+    assert payload.machine_libraries(tmp_path / "site") == ["libc.so.6"]
 
 
 def test_the_requirements_are_exact() -> None:
@@ -83,7 +88,9 @@ def test_the_requirements_are_exact() -> None:
     assert {"vllm==0.32.0", "nixl-cu13==1.5.1"} <= set(wanted)
 
 
-def test_a_bare_python_runs_the_command_from_the_archive(tmp_path: Path) -> None:
+def test_a_bare_python_runs_the_command_from_the_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Packages of the archive are imported, and entry points are those of the projects."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -100,6 +107,8 @@ def test_a_bare_python_runs_the_command_from_the_archive(tmp_path: Path) -> None
     assert sorted(str(f.relative_to(site)) for f in site.rglob("*.py")) == [
         "beside.py", "packed/__init__.py",
     ]  # fmt: skip
+    monkeypatch.setattr(bootstrap, "NEEDED", ("packed", "json", "torch_of_nobody"))
+    assert bootstrap.missing(folder) == ["torch_of_nobody"]
     program = (
         "import packed, importlib.metadata as m;"
         "print(packed.VALUE, sorted(e.value for e in m.entry_points(group='dualpath.commands')))"

@@ -1,6 +1,7 @@
 """Phases of `gpu-check` with clusters and pairs of processes that answer as the test decides."""
 
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,14 +10,18 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.unit.workload_server import VOCABULARY, FakeServer, served
 
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
-from dualpath_lab.gpu import jct, nixl, pair
+from dualpath.report.files import as_json
+from dualpath_lab.gpu import cluster as gpu_cluster
+from dualpath_lab.gpu import jct, nixl, pair, phase
 from dualpath_lab.gpu.answers import PlainAnswer
 from dualpath_lab.gpu.cluster import Served
 from dualpath_lab.gpu.model import prompts
-from dualpath_lab.gpu.results import Check, PhaseResult, write_result
+from dualpath_lab.gpu.page import write_page
+from dualpath_lab.gpu.results import Check, PhaseResult, read_result, write_result
 from dualpath_lab.gpu.settings import GpuCheckSettings
 
 SETTINGS = GpuCheckSettings(rehearse=True).for_rehearsal()
@@ -26,6 +31,7 @@ class Cluster:
     """Answers a prompt with its last tokens; ``wrong`` prompts differ from the second token on."""
 
     start_s = 1.0
+    logs = Path("no-logs")
 
     def __init__(self, wrong: Sequence[int] = (), lost: Sequence[int] = ()) -> None:
         self._wrong, self._lost = wrong, lost
@@ -88,7 +94,11 @@ def test_each_prompt_is_answered_cold_from_storage_and_continued(
 def test_an_answer_that_parts_from_the_plain_engines_has_the_gap_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = run_pair(tmp_path, monkeypatch, Cluster(wrong=[700])).found["answers"]
+    with pytest.raises(RuntimeError, match=r"answers to 700 cold, 700 stored part .* KV is wrong"):
+        run_pair(tmp_path, monkeypatch, Cluster(wrong=[700]))
+    result = read_result(tmp_path, "pair")
+    assert result is not None
+    rows = result.found["answers"]
     parted = [row for row in rows if row["gap_where_they_part"] is not None]
     assert {row["prompt"] for row in parted} == {"700"}
     assert {(row["equal_tokens"], row["gap_where_they_part"]) for row in parted} == {(1, 2.5)}
@@ -158,3 +168,60 @@ def test_wrong_bytes_and_ended_pairs_are_problems(
     else:
         nixl.nixl(check)
     assert [row["UCX"] for row in check.found["transfers"]] == ["default", "TCP"] * bool(printed)
+
+
+# ------------------------------------------------------------------------------- the whole flow
+
+
+class PlainEngine:
+    """A plain vLLM that answers as ``FakeServer``; every other token is far less likely."""
+
+    def __init__(self, **arguments: object) -> None:
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
+        self.llm_engine = SimpleNamespace(vllm_config=config)
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing is cached."""
+
+    def generate(
+        self, prompt: dict[str, list[int]], sampling: Any, use_tqdm: bool
+    ) -> list[SimpleNamespace]:
+        first = sum(prompt["prompt_token_ids"])
+        tokens = [(first + step) % VOCABULARY for step in range(sampling.max_tokens)]
+        step = {1: SimpleNamespace(logprob=0.0), 2: SimpleNamespace(logprob=-5.0)}
+        answer = SimpleNamespace(token_ids=tokens, logprobs=[step] * len(tokens))
+        return [SimpleNamespace(outputs=[answer])]
+
+
+def test_plain_pair_and_jct_run_one_after_another_and_fill_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines are a program that prints an endpoint and a server that caches whole prompts."""
+    vllm = SimpleNamespace(LLM=PlainEngine, SamplingParams=SimpleNamespace, TokensPrompt=dict)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr("dualpath_lab.gpu.plain.model_of", lambda settings: "model")
+    monkeypatch.setattr(pair, "_STORED_S", 0.0)
+    (tmp_path / phase.SETTINGS_FILE).write_bytes(as_json(SETTINGS))
+    with served(FakeServer()) as endpoint:
+        program = f"import signal; print('endpoint {endpoint}/v1', flush=True); signal.pause()"
+        command = [sys.executable, "-c", program]
+        monkeypatch.setattr(gpu_cluster, "serve_command", lambda *arguments: command)
+        for name in ("plain", "pair", "jct"):
+            phase.run(name, tmp_path)
+    found = read_result(tmp_path, "pair")
+    assert found is not None
+    rows = [(row["turn"], row["equal_tokens"], row["of"]) for row in found.found["answers"]]
+    tokens = SETTINGS.sizes.answer_tokens
+    *before, last = rows
+    assert before == [(turn, tokens, tokens) for turn in ("cold", "stored", "continued")] * 2
+    assert last == ("after its answer", tokens, tokens)
+    cached = [row["cached_tokens"] for row in found.found["answers"]]
+    assert cached[0] == 0 < cached[1] <= cached[2]
+    assert cached[-1] > SETTINGS.sizes.prompt_tokens[0]  # blocks of the answer, too
+    replayed = read_result(tmp_path, "jct")
+    assert replayed is not None
+    modes = [(row["mode"], row["turns_failed"]) for row in replayed.found["modes"]]
+    assert modes == [("basic", 0), ("split", 0), ("oracle", 0)]
+    page = write_page(tmp_path).read_text()
+    for part in ("## plain", "### answers", "stored", "continued", "## jct", "oracle"):
+        assert part in page

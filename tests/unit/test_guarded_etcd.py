@@ -17,7 +17,7 @@ from dualpath.core.errors import ConfigError, StorageError
 from dualpath.launch.scaled_router import scheduler_command
 from dualpath.router.scheduler.leadership import open_leadership
 from dualpath.router.scheduler.leases import EtcdAccess, EtcdLease, LeasedLeadership
-from dualpath.router.settings import RouterSettings
+from dualpath.router.settings import RouterSettings, SchedulerAddress
 
 LEASE = "etcds://etcd.example:2379/name"
 FILES = {"lease_ca_file": "ca.pem", "lease_cert_file": "client.pem", "lease_key_file": "client.key"}
@@ -56,7 +56,7 @@ def test_no_command_line_or_log_has_the_password():
     settings = RouterSettings(
         standby_lease=LEASE, lease_user="u", lease_password_file="/etc/secret", front_ends_port=1
     )
-    words = scheduler_command(settings, "127.0.0.1", {})
+    words = scheduler_command(settings, SchedulerAddress())
     assert words[words.index("--lease-password-file") + 1] == "/etc/secret"
     assert "s3cret" not in repr(EtcdAccess(user="u", password="s3cret"))
 

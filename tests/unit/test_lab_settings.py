@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dualpath.cli import main
@@ -11,6 +12,8 @@ from dualpath.cli.settings import configuration
 from dualpath.core.cluster import parse_nodes
 from dualpath.core.errors import ConfigError
 from dualpath_lab.cli import LAB, lab
+from dualpath_lab.nodes.cluster import LabState
+from dualpath_lab.nodes.machine import LabMachine, state_file
 from dualpath_lab.nodes.settings import LabSettings, Shaping
 
 
@@ -100,3 +103,20 @@ def test_the_command_refuses_in_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_dry_run_refuses_a_second_lab_of_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dualpath_lab.nodes.cluster.lab_folder", lambda: tmp_path)
+    settings = LabSettings(name="twice", shaping=Shaping.TOKEN_BUCKETS)
+    machine = LabMachine(
+        shaping=settings.shaping, folder=str(tmp_path), storage=str(tmp_path / "kv")
+    )
+    record = LabState(settings=settings, machine=machine, maker=1, maker_ticks=1, complete=True)
+    words = ["lab", "up", "--dry-run", "--name", "twice", "--shaping", "token-buckets"]
+    assert main.main(words) == 0
+    assert capsys.readouterr().out
+    state_file("twice", tmp_path).write_bytes(msgspec.json.encode(record))
+    assert main.main(words) == 2
+    assert "lab 'twice' is up" in capsys.readouterr().err

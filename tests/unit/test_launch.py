@@ -144,7 +144,8 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints_one_command_per_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "m", "--storage", "kv", "--nodes", "1P2D", "--dry-run"]) == 0
+    words = ["--storage", "kv", "--nodes", "1P2D", "--port", "0"]
+    assert main(["serve", "m", *words, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("dualpath router m ")
     assert sum("kv-transfer-config" in line for line in lines) == 3

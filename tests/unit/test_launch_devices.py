@@ -98,7 +98,7 @@ def test_devices_are_the_requested_else_the_visible_else_all(tmp_path: Path) -> 
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
-    assert main(["serve", *words, "--storage", "kv", "--dry-run"]) == 0
+    assert main(["serve", *words, "--storage", "kv", "--port", "0", "--dry-run"]) == 0
     return [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
 
 

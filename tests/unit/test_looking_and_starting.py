@@ -1,5 +1,6 @@
 """Looking creates nothing, and a dry run refuses what a start refuses."""
 
+import importlib.util
 import json
 import re
 import socket
@@ -133,6 +134,8 @@ def _settings(model: Path, **changes: Any) -> LocalClusterSettings:
         ("--prefill-tp 3", "--prefill-tp is 3, and model .* has 4 attention heads"),
         ("--block-tokens 65", "--block-tokens is 65"),
         ("--config router.toml", "max_samples is 0"),
+        ("--port {taken}", "port .* on 127.0.0.1 cannot be used .Address already in use"),
+        ("--vllm-args --ssl-certfile none --ssl-keyfile none", "none.* No such file"),
     ],
 )
 def test_a_dry_run_refuses_what_a_start_refuses(
@@ -151,12 +154,50 @@ def test_a_dry_run_refuses_what_a_start_refuses(
     storage = [] if "--storage " in flags else ["--storage", "kv"]
     before = sorted(tmp_path.rglob("*"))
     refused = []
-    for dry in (["--dry-run"], []):
-        assert main(["serve", "./model", *storage, *flags.split(), *dry]) == 2
-        refused.append(capsys.readouterr().err)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = flags.format(taken=taken.getsockname()[1]).split()
+        for dry in (["--dry-run"], []):
+            assert main(["serve", "./model", *storage, *dry, *words]) == 2
+            refused.append(capsys.readouterr().err)
     assert refused[0] == refused[1]
     assert re.search(message, refused[0]), refused[0]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+DRY_RUN = ["serve", "m", "--storage", "kv", "--port", "0", "--dry-run"]
+
+
+def test_a_dry_run_reports_missing_packages_and_prints_commands_for_other_machines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name)
+    )
+    assert main([*DRY_RUN, "--vllm-args", "--no-such-flag"]) == 0
+    printed = capsys.readouterr()
+    assert "a start on this machine needs the package vllm, which is not installed" in printed.err
+    assert printed.out.startswith("dualpath router")
+    assert main([*DRY_RUN[:-1], "--mode", "oracle"]) == 2
+    assert "needs the package vllm, which is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not here")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--no-such-flag", "front-end arguments: unrecognized arguments: --no-such-flag"),
+        ("--max-num-seqs many", "front-end arguments: argument --max-num-seqs"),
+        ("--api-server-count 2", "--api-server-count 2 does not apply to the router"),
+    ],
+)
+def test_vllms_parser_reads_its_arguments_in_a_dry_run(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*DRY_RUN, "--vllm-args", *words.split()]) == 2
+    refused = capsys.readouterr()
+    assert message in refused.err
+    assert not refused.out
 
 
 @pytest.mark.parametrize(

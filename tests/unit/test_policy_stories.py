@@ -232,6 +232,54 @@ def test_blocks_evicted_at_the_prefill_engine_are_read_by_the_rule() -> None:
     ]
 
 
+def test_blocks_that_only_an_engine_has_are_hits_at_this_engine() -> None:
+    """Storage has 10 blocks, d0 caches 30; the PE computes what neither of its engines has."""
+    scheduler = one_pair()
+    scheduler.apply(EngineJoined(engine("d1", Role.DECODE, "node-e", "E", 2)))
+    for name in ("there", "elsewhere"):
+        cached = (CachedPrefix("d0", 30),)
+        scheduler.apply(Submitted(Request(name, 2000, 640, 1, cached=cached)))
+        if name == "there":
+            (there,) = assign(scheduler, "D", "P")
+            scheduler.apply(EnginePaused("d0"))
+    (elsewhere,) = assign(scheduler, "E", "P")
+    assert (there.decode_engine, there.unstored_tokens) == ("d0", 1920 - 640)
+    assert there.reads == (HitRun(Role.DECODE, BlockRun(0, 30), cached=True),)
+    assert (there.read_reason, there.prefill_read_tokens, there.decode_read_tokens) == (
+        *("kept", 0, 0),
+    )
+    assert (elsewhere.decode_engine, elsewhere.unstored_tokens) == ("d1", 0)
+    assert elsewhere.reads[-1].blocks.end == 10
+    assert scheduler._live["there"].computing_tokens == 2000 - 1920
+    assert scheduler._live["elsewhere"].computing_tokens == 2000 - 640
+
+
+@pytest.mark.parametrize(("left", "hit_blocks"), [(30, 30), (20, 20), (10, 10), (3, 10), (0, 10)])
+def test_if_they_were_evicted_meanwhile_the_hit_ends_where_storage_or_the_engine_does(
+    left: int, hit_blocks: int
+) -> None:
+    scheduler = one_pair()
+    scheduler.apply(Submitted(Request("r", 2000, 640, 1, cached=(CachedPrefix("d0", 30),))))
+    assign(scheduler, "D", "P")
+    replanned = scheduler.apply(SlotsGranted("r", left, 0)).assignments
+    assert len(replanned) == (left < 30)
+    for assignment in replanned:
+        assert assignment.unstored_tokens == (hit_blocks - 10) * 64
+        assert [run.blocks.end for run in assignment.reads][-1] == hit_blocks
+        read_tokens = assignment.prefill_read_tokens + assignment.decode_read_tokens
+        assert read_tokens == max(10 - left, 0) * 64
+    assert scheduler._live["r"].computing_tokens == 2000 - hit_blocks * 64
+    scheduler.apply(Finished("r"))
+    assert all(load.read_queue_tokens == load.unfinished_tokens == 0 for load in scheduler.loads())
+
+
+def test_an_engine_that_caches_all_of_a_prompt_is_refused() -> None:
+    """At least one token is computed."""
+    scheduler = one_pair()
+    with pytest.raises(BadRequestError, match="1984 cached"):
+        scheduler.apply(Submitted(Request("r", 1984, 640, 1, cached=(CachedPrefix("d0", 31),))))
+
+
 def test_replanned_reads_count_as_reported_once_they_are() -> None:
     scheduler = one_pair(mode=Mode.SPLIT)
     for name in ("r", "s"):

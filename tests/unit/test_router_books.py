@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core import control
-from dualpath.core.cluster import AgentAddress, EngineAddress, Role, Writer
+from dualpath.core.cluster import HostProcess, Role, Writer
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.policy.events import Charge, SchedulerSettings
@@ -55,15 +55,6 @@ def test_reads_that_wait_for_buffer_space_are_in_the_queue():
     assert assigned.event(load(1, 100), 1).load.read_queue_tokens == 0
 
 
-def test_hbm_is_spoken_for_until_it_is_taken():
-    assigned = assignments_of("d0")
-    assigned.decided("a", Charge("d0", 100, 0))
-    assigned.open["a"].assign_number = 1
-    assert assigned.event(load(1, 100), 1).load.free_hbm_tokens == 900
-    assigned.open["a"].in_hbm = True
-    assert assigned.event(load(1, 100), 1).load.free_hbm_tokens == 1000
-
-
 @given(st.data())
 def test_report_and_ledger_together_count_every_live_request_once(data):
     """Whatever the order of sending, reporting and ending, tok_e comes out exact."""
@@ -100,7 +91,6 @@ P0 = Writer("p0", "1")
 
 def joins(releases: Releases, name: str, epoch: str = "1", **in_doubt) -> None:
     """Let an engine begin a session, leaving in doubt what it says."""
-    address = EngineAddress(name, epoch, Role.PREFILL, (AgentAddress("", b"", ()),))
     releases.engine_joined(
         EngineInfo(
             engine_id=name,
@@ -109,7 +99,7 @@ def joins(releases: Releases, name: str, epoch: str = "1", **in_doubt) -> None:
             node="",
             group="",
             api_url="",
-            address=address,
+            process=HostProcess(),
             order=0,
             hbm_tokens=1,
             buffer_tokens=1,
@@ -197,11 +187,10 @@ async def test_groups_of_prefill_engines_fetch_in_turn():
     scheduler = RequestScheduler(SchedulerSettings(Mode.DUALPATH, 10**6, 10**6))
     chosen: list[str] = []
     dispatch = Dispatch(
-        scheduler, None, 1, lambda made: chosen.append(made.prefill_engine), lambda s, n: None
+        scheduler, None, 1, lambda made: chosen.append(made.engines[0]), lambda s, n: None
     )
     groups = [("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE)]
     for order, (name, role) in enumerate(groups):
-        address = EngineAddress(name, "1", role, (AgentAddress("", b"", ()),))
         dispatch.joined(
             EngineInfo(
                 engine_id=name,
@@ -210,7 +199,7 @@ async def test_groups_of_prefill_engines_fetch_in_turn():
                 node=name,
                 group=f"group of {name}",
                 api_url="",
-                address=address,
+                process=HostProcess(),
                 order=order,
                 hbm_tokens=10**6,
                 buffer_tokens=10**6,

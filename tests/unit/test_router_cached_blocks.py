@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from dualpath.core.cluster import AgentAddress, EngineAddress, Role
+from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.control import (
     CACHE_UPDATE_KEY_BYTES,
     MAX_CACHE_UPDATE_KEYS,
@@ -28,7 +28,6 @@ def engine(
     node: str = "n0",
     node_dram: NodeDramShare | None = SHARE,
 ) -> EngineInfo:
-    agent = AgentAddress(engine_id, b"metadata", ())
     return EngineInfo(
         engine_id=engine_id,
         epoch="1",
@@ -36,7 +35,7 @@ def engine(
         node=node,
         group=role.value,
         api_url="http://127.0.0.1:1",
-        address=EngineAddress(engine_id, "1", role, (agent,)),
+        process=HostProcess(),
         order=0,
         hbm_tokens=1000,
         buffer_tokens=8 * BLOCK_TOKENS,

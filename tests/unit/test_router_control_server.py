@@ -5,7 +5,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from tests.unit.router_cluster import Cluster, cluster
-from tests.unit.router_fakes import NAMESPACE, FakeEngine, expected, job
+from tests.unit.router_fakes import GUARD_S, NAMESPACE, FakeEngine, expected, job
 from tests.unit.scraped_cluster import Scrape
 
 from dualpath.core import cluster as addresses
@@ -40,13 +40,17 @@ def refused(made: Cluster) -> dict[str, float]:
     return {reason: times for reason, times in counted.items() if times}
 
 
-async def test_engines_of_both_roles_learn_of_each_other():
+async def test_engines_are_named_to_each_other_with_the_first_request_that_they_share():
     async with cluster(real_sockets=True) as made:
-        up = await made.engines["p0"].saw(control.PeerUp)
-        assert up.address.engine_id == "d0"
-        welcome = await made.engines["d0"].saw(control.Registered)
-        assert [peer.engine_id for peer in welcome.peers] == ["p0"]
         assert {e.engine_id for e in made.service.registry.alive()} == {"p0", "d0"}
+        for number in range(2):
+            assert await made.run(job(f"r{number}", range(9))) == expected(range(9), 6)
+        for engine, peer in (("p0", "d0"), ("d0", "p0")):
+            ups = [m for m in made.engines[engine].received if isinstance(m, control.PeerUp)]
+            assert [up.address.engine_id for up in ups] == [peer]
+            # Only PEs connect; a DE learns which process may write to its buffer.
+            sent_metadata = any(agent.metadata for agent in ups[0].address.agents)
+            assert sent_metadata == (engine == "p0")
 
 
 @pytest.mark.parametrize(
@@ -106,19 +110,31 @@ async def test_an_unknown_sender_is_asked_to_register_first():
         context.destroy(linger=0)
 
 
+async def reported(made: Cluster, engine_id: str, read_bytes: int) -> None:
+    """Wait for a report of so many bytes read."""
+
+    def is_last() -> bool:
+        state = made.service.registry.get(engine_id)
+        report = state.report if state is not None else None
+        return report is not None and report.counters.get("storage_read_bytes") == read_bytes
+
+    await made.service.arrivals.until(is_last, GUARD_S)
+
+
 async def test_a_restarted_engine_replaces_its_dead_self():
     async with cluster(real_sockets=True) as made:
         old = made.engines["p0"].epoch
+        assert await made.run(job("first", range(9))) == expected(range(9), 6)
         made.engines["p0"].counters = {"storage_read_bytes": 70}
         made.engines["p0"].report()
-        await made.service.saw(control.Report)
+        await reported(made, "p0", 70)
         await made.engines["p0"].kill()
         await made.revive("p0")
         down = await made.engines["d0"].saw(control.PeerDown)
         assert (down.engine_id, down.epoch, down.certain) == ("p0", old, True)
         made.engines["p0"].counters = {"storage_read_bytes": 5}
         made.engines["p0"].report()
-        await made.service.saw(control.Report, 2)
+        await reported(made, "p0", 5)
         assert made.service.status()["counters"]["snic_read_bytes"]["p0"] == 75
         assert made.service.status()["counters"]["bytes"]["pe_path"] == 75
         assert await made.run(job("a", range(9))) == expected(range(9), 6)

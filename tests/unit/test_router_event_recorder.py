@@ -289,5 +289,5 @@ def test_the_commands_hand_the_file_on():
     router_command.add_parser(subparsers)
     args = parser.parse_args(["serve", "MODEL", "--storage", "kv", "--event-log", "log.jsonl"])
     command = commands.router_command(serve.cluster_settings(args), 8000, 5700)
-    settings, _ = router_command._settings(parser.parse_args(command))
+    settings, _ = router_command.settings_of(parser.parse_args(command))
     assert settings.event_log == "log.jsonl"

@@ -1,15 +1,29 @@
 """The command lines of a scheduler and front ends of one machine."""
 
 import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from dualpath.cli import frontend, scheduler
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import arguments
-from dualpath.launch.scaled_router import ScaledRouter, _environment, _link, scheduler_command
-from dualpath.router.settings import LinkSettings, RouterSettings
+from dualpath.launch.scaled_router import (
+    MetricsFolder,
+    ScaledRouter,
+    _environment,
+    _link,
+    scheduler_command,
+)
+from dualpath.router.observe.metrics import SHARED_METRICS, metrics_writer
+from dualpath.router.settings import LinkSettings, RouterSettings, SchedulerAddress
 
 ROUTER = RouterSettings(
     front_ends=2,
@@ -31,14 +45,15 @@ def parsed(module: object, words: list[str]) -> argparse.Namespace:
 
 
 def test_the_scheduler_gets_its_own_settings_and_no_key_on_its_command_line() -> None:
-    words = scheduler_command(ROUTER, "127.0.0.1", {"sql": "/adapters/sql"})
+    own = SchedulerAddress("127.0.0.1", 8001, "cert.pem", lora_modules={"sql": "/adapters/sql"})
+    words = scheduler_command(ROUTER, own)
     assert "secret" not in " ".join(words)
     settings, address = scheduler._settings(parsed(scheduler, words))
     assert (settings.control_port, settings.front_ends_port) == (5700, 5701)
     assert settings.mode is Mode.SPLIT
     assert settings.max_body_bytes == 1000
     assert settings.request_deadline_s == RouterSettings().request_deadline_s
-    assert (address.port, address.lora_modules) == (8001, {"sql": "/adapters/sql"})
+    assert address == own
 
 
 def test_a_front_end_gets_its_clients_settings_and_the_schedulers_address() -> None:
@@ -74,6 +89,53 @@ def test_settings_of_the_environment_apply_once_and_keys_are_passed_in_it() -> N
         "VLLM_API_KEY": "k",
         "DUALPATH_ROUTER_API_KEYS": '["secret"]',
     }
+
+
+_FRONT_END = """
+import sys
+from dualpath.router.observe.metrics import share_metrics
+share_metrics(sys.argv[1])
+from prometheus_client import Counter, Gauge
+Counter("answered", "").inc()
+Gauge("running", "", multiprocess_mode="livesum").inc()
+"""
+
+
+def run_front_end(name: str, folder: str) -> None:
+    """A front end that counts a request and dies while it runs."""
+    environment = {**os.environ, SHARED_METRICS: folder, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", _FRONT_END, name], env=environment, check=True)
+
+
+def test_a_front_end_that_is_restarted_counts_on_in_the_files_of_its_name(tmp_path: Path) -> None:
+    """Front ends that crash at every start leave no file each."""
+    for name in ("front-0", "front-1", "front-1", "front-1"):
+        mark_process_dead(metrics_writer(name), str(tmp_path))
+        run_front_end(name, str(tmp_path))
+    assert len(list(tmp_path.glob("counter_*.db"))) == 2
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(tmp_path))
+    assert registry.get_sample_value("answered_total") == 4
+    assert registry.get_sample_value("running") == 2
+
+
+def test_the_metrics_of_a_router_that_was_killed_are_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, lives = MetricsFolder(), MetricsFolder()
+    Path(killed.path, "counter_1.db").touch()
+    os.close(killed._lock)  # as the kernel does
+    killed._folder._finalizer.detach()  # type: ignore[attr-defined]
+    foreign = tmp_path / "dualpath-metrics-of-another-program"
+    foreign.mkdir()
+    started = MetricsFolder()
+    assert not Path(killed.path).exists()
+    assert all(Path(each).exists() for each in (lives.path, started.path, foreign))
+    for folder in (lives, started):
+        folder.cleanup()
+        folder.cleanup()
+    assert list(tmp_path.iterdir()) == [foreign]
 
 
 @pytest.mark.parametrize("other", [{"standby_lock": "lock"}, {"standby_lease": "etcd://h:1/n"}])

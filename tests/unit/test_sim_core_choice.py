@@ -21,6 +21,7 @@ AGENTS = agents_of(growing_agent(4, 100, 50, 5))
 BEYOND: dict[str, Any] = {
     "dram_tier_bytes": 0.0,
     "recompute_limit_s": 1.0,
+    "append_at_decode_tokens": 1,
     "rebalancing": RebalanceSettings(),
     "snic_sharing": "equal",
 }

@@ -1,5 +1,7 @@
 """What happens to a round on a simulated cluster, in numbers that can be checked by hand."""
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -297,6 +299,53 @@ def test_hits_behind_a_long_reading_queue_are_computed_again():
     # 640 tokens would be 0.5 s of a PE at the mean turn's speed: within the limit of 1 s as well.
     assert briefly.jct_s == often.jct_s
     assert int(often.batches.tokens.sum()) == int(agents.prompt_tokens.sum())
+
+
+def test_a_decode_engine_that_caches_a_context_computes_the_append_and_no_pe_loads_it():
+    """One agent: from its second turn on its DE copies the hit into HBM and computes the rest."""
+    agents = agents_of(growing_agent(turns=3, first=640, append=64, generated=2))
+    runs = [
+        simulate(
+            small_setup(dram_tier_bytes=0.0, append_at_decode_tokens=tokens, cnic_bytes_per_s=1e7),
+            agents,
+            record_decisions=True,
+        )
+        for tokens in (0, 128)
+    ]
+    ordinary, append = runs
+    reasons = [PE_REASONS[code] for code in decisions_of(append).pe_reason]
+    assert reasons == ["short-queue", "append-at-decode", "append-at-decode"]
+    assert list(decisions_of(append).prefill_engine) == [0, -1, -1]
+    turns = append.turns
+    # The prompt of 706 tokens has a hit of 640, which takes 64 ms at 10 MB/s; 66 ms are computed.
+    assert turns.first_token_ns[1] - turns.loaded_ns[1] == (64 + 66) * MS
+    assert turns.finished_ns[1] == turns.first_token_ns[1] + 10 * MS
+    pe_bytes = [run.links.cnic_bytes[:, 0].sum() for run in runs]
+    assert pe_bytes[1] < pe_bytes[0] / 2
+    written = {run.links.snic_write_bytes.sum() for run in runs}
+    assert len(written) == 1, "the same blocks are stored"
+    assert append.jct_s < ordinary.jct_s
+
+
+def test_requests_of_a_decode_engine_wait_while_it_computes_an_append():
+    """The first agent decodes when the second one's append of 100 tokens is computed."""
+    agents = agents_of([(64, 0, 200)], [(640, 0, 1), (740, 640, 1)])
+    jct_s = []
+    for tokens in (0, 128):
+        setup = small_setup(dram_tier_bytes=0.0, append_at_decode_tokens=tokens)
+        result = simulate(setup, agents)
+        jct_s.append(result.agent_jct_s()[0])
+    assert jct_s[1] - jct_s[0] == pytest.approx(0.1, abs=1e-6)
+
+
+def test_engines_in_lock_step_compute_no_append():
+    agents = agents_of(*[growing_agent(3, 640, 64, 2)] * 2)
+    changes: dict[str, Any] = {"gpus_per_node": 2, "dram_tier_bytes": 0.0}
+    without = simulate(small_setup(**changes), agents)
+    limited = simulate(small_setup(append_at_decode_tokens=500, **changes), agents)
+    assert limited.end_ns == without.end_ns
+    free = simulate(small_setup(append_at_decode_tokens=500, lockstep=False, **changes), agents)
+    assert free.end_ns < without.end_ns
 
 
 def test_a_run_can_be_stopped_early(core):

@@ -100,6 +100,7 @@ def test_equal_seeds_with_front_ends_or_role_changes_give_equal_runs() -> None:
         ("calls-keep-waiting", "kill the router"),
         ("decoding-ends", "kill the router"),
         ("unannounced", "kill the router"),
+        ("engines-unnumbered", "reset a control connection"),
     ],
 )
 def test_planted_bugs_of_front_ends_are_found(name: str, fault: str) -> None:

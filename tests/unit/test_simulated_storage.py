@@ -9,10 +9,20 @@ import pytest
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import StorageError
+from dualpath.policy.events import Assignment
+from dualpath.router.scheduler.attempt import EngineAttempt
+from dualpath.storage.chain_index import ChainIndex
 from dualpath.storage.objects import PosixObjects
 from dualpath.storage.posix import PosixStorage
 from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
-from dualpath_lab.faults.simulation.disk import ROOT, Disk, DiskCalls, SimCalls, StorageFaults
+from dualpath_lab.faults.simulation.disk import (
+    ROOT,
+    Disk,
+    DiskCalls,
+    File,
+    SimCalls,
+    StorageFaults,
+)
 from dualpath_lab.faults.simulation.janitor_checks import JanitorChecker
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
@@ -51,6 +61,23 @@ class Machine:
         known = HostProcess(host="host", pid=2, start_ticks=2)
         calls = DiskCalls(self.disk, self.world, known, lambda pid: pid == 2)
         return PosixStorage(ROOT, NAMESPACE, direct_io=False, calls=calls)
+
+
+def test_a_full_storage_leaves_hits_that_only_dram_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are found, some are evicted before they are used, and every token is right."""
+    hits: list[int] = []
+    take = EngineAttempt._assigned_to
+
+    def assigned(self: EngineAttempt, assignment: Assignment) -> None:
+        hits.append(assignment.unstored_tokens)
+        take(self, assignment)
+
+    monkeypatch.setattr(EngineAttempt, "_assigned_to", assigned)
+    kinds = [kind for kind in FAULT_KINDS if kind.name == "full storage"]
+    for seed in range(12):
+        outcome = run_seed(seed, kinds=kinds)
+        assert not outcome.problems, "\n".join(outcome.story)
+    assert sum(tokens > 0 for tokens in hits) >= 10
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -168,6 +195,46 @@ def test_blocks_that_are_recorded_of_a_chain_after_it_was_pinned_are_pinned_as_w
     assert checker.possibly_pinned == set(), "nothing is stored"
 
 
+@pytest.mark.parametrize("writer_dies", [False, True])
+def test_a_temporary_file_is_removed_by_another_process_only_after_its_writer_has_exited(
+    writer_dies: bool,
+) -> None:
+    machine = Machine()
+    path = f"{ROOT}/tmp/of-the-machine"
+    known = HostProcess(host="host", pid=2, start_ticks=2)
+    removes = SimCalls(
+        *(machine.disk, SimThreads(Process(machine.world, "other")), machine.faults, known),
+        lambda pid: True,
+    )
+
+    def writes() -> None:
+        machine.calls.makedirs(f"{ROOT}/tmp")
+        machine.calls.close(machine.calls.open(path, os.O_CREAT | os.O_EXCL))
+
+    machine.threads.start("writes", writes)
+    machine.world.run(lambda: False, 1.0)
+    if writer_dies:
+        machine.process.kill()
+    removes._threads.start("removes", lambda: removes.unlink(path))
+    machine.world.run(lambda: False, 1.0)
+    assert path not in machine.disk.files
+    assert bool(machine.world.problems) is not writer_dies
+
+
+def test_blocks_that_the_journal_records_last_as_written_must_be_in_the_janitors_index() -> None:
+    """Those that are not stored, or whose removal was recorded after their write, need not be."""
+    world, disk, index = World(0), Disk(links=True), ChainIndex()
+    checker = JanitorChecker(world, disk, protect_s=1.0)
+    stored, removed, evicted = block_keys(range(12), 4)
+    disk.folders |= {ROOT: {}, f"{ROOT}/n": {}}
+    for key in (stored, removed):
+        disk.create(f"{ROOT}/n/{key.hex()}.kv", File("writer", 0.0))
+    checker._recorded |= {stored, evicted}
+    assert checker.unknown_to(index) == [stored]
+    index.add("n", stored, b"", "", 1, 0.0)
+    assert checker.unknown_to(index) == []
+
+
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
@@ -176,6 +243,9 @@ def test_blocks_that_are_recorded_of_a_chain_after_it_was_pinned_are_pinned_as_w
         ("janitor-dead", "kill an engine"),
         ("unprotected", "slow storage"),
         ("pins-ignored", "slow storage"),
+        ("lease-unchecked", "stop an engine"),
+        ("events-forgotten", "failing storage"),
+        ("host-name-only", "kill an engine"),
     ],
 )
 def test_planted_bugs_of_the_storage_are_found(name: str, fault: str) -> None:

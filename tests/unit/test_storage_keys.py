@@ -124,7 +124,7 @@ def test_serve_passes_the_file_to_its_engines(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ("--storage-key-file", str(file), "--storage-protection", "authenticated")
-    assert main(["serve", "m", "--storage", "kv", *given, "--dry-run"]) == 0
+    assert main(["serve", "m", "--storage", "kv", *given, "--port", "0", "--dry-run"]) == 0
     router, *engines = capsys.readouterr().out.splitlines()
     assert str(file) not in router
     for command in engines:

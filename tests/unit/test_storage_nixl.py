@@ -13,6 +13,7 @@ from dualpath.engine.settings import parse_settings
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.factory import FILE_PLUGINS, open_storage, open_tree
 from dualpath.storage.posix import PosixStorage
+from dualpath.transport.nixl import nixl_package
 from dualpath.transport.nixl_storage import NixlReader
 
 GEOMETRY = BlockGeometry(16, ((3072,), (1024,), (3072,)), (0, 32, 0))
@@ -43,7 +44,7 @@ def reads_all(storage: BlockStorage) -> bool:
 
 @pytest.mark.nixl
 def test_blocks_of_a_directory_are_the_same_with_and_without_nixl(tmp_path: Path) -> None:
-    pytest.importorskip("nixl_cu12")
+    pytest.importorskip(nixl_package())
     plain, by_plugin = PosixStorage(tmp_path, NAMESPACE), through_nixl(tmp_path)
     assert plain.write(KEYS[:2], BLOCKS[:2]) == 2
     assert by_plugin.write(KEYS, BLOCKS) == 1
@@ -57,7 +58,7 @@ def test_blocks_of_a_directory_are_the_same_with_and_without_nixl(tmp_path: Path
 
 @pytest.mark.nixl
 def test_damaged_files_end_a_read(tmp_path: Path) -> None:
-    pytest.importorskip("nixl_cu12")
+    pytest.importorskip(nixl_package())
     storage = through_nixl(tmp_path)
     into = memoryview(bytearray(GEOMETRY.full_block_bytes))
     for left_bytes in (0, 100, 4096, 4096 + 3072, 4096 + 7167):
@@ -71,7 +72,7 @@ def test_damaged_files_end_a_read(tmp_path: Path) -> None:
 @pytest.mark.nixl
 @pytest.mark.parametrize("scheme", FILE_PLUGINS)
 def test_a_missing_plugin_is_refused_with_its_requirements(scheme: str, tmp_path: Path) -> None:
-    api = pytest.importorskip("nixl_cu12._api")
+    api = pytest.importorskip(f"{nixl_package()}._api")
     agent = api.nixl_agent("asks", api.nixl_agent_config(backends=[]))
     if agent.get_plugin_params(FILE_PLUGINS[scheme]):
         pytest.skip("it is here")

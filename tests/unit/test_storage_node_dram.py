@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -126,6 +127,24 @@ def test_the_least_recently_used_block_is_evicted(tmp_path: Path) -> None:
     dram.add(keys[3], block_of(keys[3]))
     assert lying(tmp_path) == {keys[number].hex() for number in (0, 2, 3)}
     assert dram.evicted == 1
+
+
+def test_after_the_clock_was_stepped_back_files_of_before_are_evicted_first(
+    tmp_path: Path,
+) -> None:
+    """Their times are in the future; those that are used again count as used now."""
+    dram = NodeDram(tmp_path, NAMESPACE, 3 * FILE_BYTES)
+    keys = [key_of(number) for number in range(6)]
+    day_ns = 86_400 * 10**9
+    for number, key in enumerate(keys[:3]):
+        dram.add(key, block_of(key))
+        used_at(dram, key, time.time_ns() + (1 + number) * day_ns)
+    found(dram, keys[0])
+    for key in keys[3:5]:
+        dram.add(key, block_of(key))
+    assert lying(tmp_path) == {keys[number].hex() for number in (0, 3, 4)}
+    dram.add(keys[5], block_of(keys[5]))
+    assert lying(tmp_path) == {keys[number].hex() for number in (3, 4, 5)}
 
 
 def test_adding_a_block_again_counts_as_a_use(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ from dualpath.storage import posix
 from tests.unit.test_storage_posix import DATA, KEYS, NAMESPACE
 storage = posix.PosixStorage({str(tmp_path)!r}, NAMESPACE)
 storage.write(KEYS[:1], DATA[:1])
-storage._directory.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+storage._directory.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 storage.write(KEYS[1:], DATA[1:])
 """
     source = Path(posix.__file__).parents[2]

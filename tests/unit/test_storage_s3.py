@@ -69,6 +69,17 @@ def test_an_object_of_any_announced_length_is_an_error_of_the_storage(server: Fa
     client.close()
 
 
+def test_a_write_that_is_refused_uploads_no_further_blocks(server: FaultyS3) -> None:
+    """The first failure ends the task: at most the uploads under way go on."""
+    storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
+    keys = block_keys(range(100), 1)
+    server.faults["PUT"] = [403] * len(keys)
+    with pytest.raises(StorageError, match="403"):
+        storage.write(keys, [DATA[0]] * len(keys))
+    assert sum(method == "PUT" for method, _ in server.requests) < 20
+    storage.close()
+
+
 # --- reads ---------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,8 @@
 """Registered memory is aligned, zeroed, writable and outlives its object through its views."""
 
 import gc
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError
-from dualpath.transport.memory import PAGE_BYTES, address_of, allocate_registered
+from dualpath.transport.memory import (
+    PAGE_BYTES,
+    RegisteredMemory,
+    address_of,
+    allocate_registered,
+    allocate_shared,
+    map_shared,
+)
 
 
 @given(size_bytes=st.integers(1, 100_000), power=st.integers(0, 16))
@@ -52,6 +61,65 @@ def test_memory_that_was_touched_has_all_its_pages_and_is_still_zero() -> None:
     memory.touch()
     assert _pages_there(memory.address, 64).all()
     assert not memory.array.any()
+
+
+def path_of(memory: RegisteredMemory) -> str:
+    assert memory.file is not None
+    return memory.file.path
+
+
+def test_shared_memory_is_the_same_bytes_at_another_address() -> None:
+    memory = allocate_shared(8000)
+    other = map_shared(path_of(memory), 8000)
+    memory.array[5000] = 7
+    assert memory.size_bytes == other.size_bytes == 8000
+    assert other.array[5000] == 7
+    assert other.address != memory.address
+    assert memory.file is not None
+    assert other.file is not None
+    assert memory.file.nonce == other.file.nonce != allocate_shared(8000).file.nonce  # type: ignore[union-attr]
+    assert memory.area(4096, 100).file is memory.file
+
+
+def test_shared_memory_is_mapped_by_one_who_expects_its_size_only() -> None:
+    memory = allocate_shared(8192)
+    with pytest.raises(ConfigError, match="has 8192 bytes, expected 4096"):
+        map_shared(path_of(memory), 4096)
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        map_shared("/proc/self/fd/999999", 8192)
+    with pytest.raises(ConfigError, match="at least 1 byte"):
+        allocate_shared(0)
+
+
+def test_shared_memory_is_private_to_the_user_and_its_size_is_fixed() -> None:
+    memory = allocate_shared(8192)
+    assert stat.S_IMODE(os.stat(path_of(memory)).st_mode) == 0o600
+    for size_bytes in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.truncate(path_of(memory), size_bytes)
+
+
+def test_shared_memory_is_in_no_folder_and_its_file_is_closed_with_it() -> None:
+    before = set(os.listdir("/dev/shm"))
+    memory = allocate_shared(8192)
+    path = path_of(memory)
+    assert set(os.listdir("/dev/shm")) <= before
+    assert os.path.exists(path)
+    del memory
+    gc.collect()
+    assert not os.path.exists(path)
+
+
+def test_a_forked_process_does_not_inherit_what_its_parent_has_mapped() -> None:
+    memory = allocate_shared(8192)
+    other = map_shared(path_of(memory), 8192)
+    lines = f"{other.address:x}-"
+    child = os.fork()
+    if child == 0:
+        maps = Path("/proc/self/maps").read_text()
+        os._exit(any(line.startswith(lines) for line in maps.splitlines()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert lines in Path("/proc/self/maps").read_text()
 
 
 def _pages_there(address: int, pages: int) -> NDArray[np.bool_]:

@@ -9,6 +9,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import parse_settings
 from dualpath.transport.contract import Direction, RegionInfo, TransferState
 from dualpath.transport.memory import allocate_registered
+from dualpath.transport.nixl import nixl_package
 from dualpath.transport.ucx_config import (
     DEFAULT_ENGINE_CONFIG,
     engine_config_text,
@@ -83,7 +84,7 @@ def connections() -> set[tuple[int, int]]:
 
 @pytest.mark.nixl
 def test_transfers_use_only_the_ports_of_both_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("nixl_cu12")
+    pytest.importorskip(nixl_package())
     from dualpath.transport.nixl import NixlTransport
 
     monkeypatch.setenv("UCX_TLS", "tcp")

@@ -380,7 +380,11 @@ def _run(arguments: list[str], **more: Any) -> subprocess.CompletedProcess[bytes
 
 
 #: One that prints by print(), one by rich, and a help, all with characters that are not ASCII.
-_PRINTING = [["serve", "µ", "--storage", "kv", "--dry-run"], ["table1"], ["bounds", "--help"]]
+_PRINTING = [
+    ["serve", "µ", "--storage", "kv", "--port", "0", "--dry-run"],
+    ["table1"],
+    ["bounds", "--help"],
+]
 
 
 @pytest.mark.parametrize("arguments", _PRINTING, ids=" ".join)

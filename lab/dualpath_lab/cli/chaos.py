@@ -248,7 +248,7 @@ def _print_story(seed: int) -> int:
 def _campaign(args: argparse.Namespace) -> int:
     from dualpath_lab.faults.simulation.run import Totals, outcomes
 
-    totals, begun_s = Totals(), time.monotonic()
+    totals, begun_s = Totals(first=args.first), time.monotonic()
     reported_s = begun_s
     for outcome in outcomes(args.first, args.seeds, args.jobs or os.cpu_count() or 1, args.plant):
         totals.add(outcome)

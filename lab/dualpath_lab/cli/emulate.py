@@ -83,21 +83,32 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: an invalid setting, or an address in use; no process is left running.
     """
     from dualpath.cli.signals import run_served
+    from dualpath.node.certificates import serving
 
     if args.role == ROUTER:
         settings = router_settings(args)
         if settings.front_ends:
-            return run_scaled_router(settings, *http_address(args), _front_end_command(args))
+            certificate, key = certificate_files(args)
+            serving(certificate, key)  # raises errors before anything starts
+            return run_scaled_router(
+                *(settings, *http_address(args), _front_end_command(args)),
+                certificate=certificate,
+                key=key,
+            )
 
         from dualpath_lab.emulated.router_server import run_emulated_router
 
-        run_served(run_emulated_router(settings, *http_address(args)))
+        tls = serving(*certificate_files(args))
+        run_served(run_emulated_router(settings, *http_address(args), tls))
     elif args.role == FRONTEND:
         settings, link = router_settings(args), link_settings(args)
 
+        from dualpath.router.observe.metrics import share_metrics
         from dualpath_lab.emulated.router_server import run_emulated_front_end
 
-        run_served(run_emulated_front_end(settings, link, *http_address(args)))
+        share_metrics(link.front_end_name)
+        tls = serving(*certificate_files(args))
+        run_served(run_emulated_front_end(settings, link, *http_address(args), tls))
     else:
         engine_settings = emulated_settings(args)
 
@@ -109,10 +120,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _front_end_command(args: argparse.Namespace) -> FrontEndCommand:
     host, _ = http_address(args)
+    certificate, key = certificate_files(args)
+    tls = ["--ssl-certfile", certificate, "--ssl-keyfile", key] if certificate else []
 
     def command(own: "RouterSettings", link: "LinkSettings", port: int) -> list[str]:
         address = ["--host", host, "--port", str(port)]
-        return ["emulate", FRONTEND, *address, *arguments(own), *arguments(link)]
+        return ["emulate", FRONTEND, *address, *tls, *arguments(own), *arguments(link)]
 
     return command
 
@@ -154,6 +167,14 @@ def http_address(args: argparse.Namespace) -> tuple[str, int]:
     return options.host, options.port
 
 
+def certificate_files(args: argparse.Namespace) -> tuple[str, str]:
+    """Return the PEM files of the HTTP server's certificate and key; raises ``ConfigError``."""
+    from dualpath_lab.emulated.settings import EmulatedOptions
+
+    options = layers(args).settings(EMULATED, EmulatedOptions)
+    return options.ssl_certfile, options.ssl_keyfile
+
+
 def router_settings(args: argparse.Namespace) -> "RouterSettings":
     """Return the router's settings; raises ``ConfigError``."""
     from dualpath.router.settings import RouterSettings
@@ -192,12 +213,13 @@ def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
         kv_heads=_kv_heads(options),
         host=options.host,
         port=options.port,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
         speedup=options.speedup,
         hbm_bytes=options.hbm_bytes,
         batch_cap_tokens=options.batch_cap_tokens,
         verify=options.verify,
         dp_size=options.dp_size,
-        transport=options.transport,
         dp_rank=options.dp_rank,
         dp_address=options.dp_address,
         tensor_parallel_size=options.tensor_parallel_size,

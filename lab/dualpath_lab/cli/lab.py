@@ -96,6 +96,10 @@ BENCHMARKS = {
         "latency, rate and CPU time of transfers between two processes",
         f"{_BENCHMARKS}.transfer_speed:TRANSFERS",
     ),
+    "one-machine": Entry(
+        "transfers between engines of one machine: shared memory beside NIXL",
+        f"{_BENCHMARKS}.transfer_speed:ONE_MACHINE",
+    ),
     "scheduler-speed": Entry(
         "assignments per CPU-second of the request scheduler",
         f"{_BENCHMARKS}.scheduler_speed:SCHEDULER_SPEED",
@@ -282,13 +286,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _up(settings: LabSettings, args: argparse.Namespace) -> int:
-    from dualpath_lab.nodes.cluster import lab_up
-    from dualpath_lab.nodes.machine import find_machine
+    from dualpath_lab.nodes.cluster import lab_steps, lab_up
     from dualpath_lab.nodes.runner import describe
-    from dualpath_lab.nodes.steps import make_steps
 
     if args.dry_run:
-        for step in make_steps(settings, find_machine(settings)):
+        for step in lab_steps(settings)[1]:
             print(describe(step))
         return 0
     # SIGTERM raises an exception, which removes the partly created lab.

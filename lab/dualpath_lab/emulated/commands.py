@@ -17,8 +17,8 @@ def emulated_commands(
 ) -> Commands:
     """Return the commands that start engines with these options and a router with these settings.
 
-    Addresses, mode, storage and buffers are those of the cluster, and so is the model if the
-    options name none.
+    Addresses, mode, storage, buffers and transport are those of the cluster, and so is the model if
+    the options name none.
     """
     router_settings = router or RouterSettings()
 
@@ -58,6 +58,7 @@ def emulated_commands(
             layer_buffers=settings.layer_buffers,
             compute_quota_s=settings.compute_quota_s,
             touch_memory=touch_memory,
+            transport=settings.transport,
         )
         own = msgspec.structs.replace(
             options,

@@ -2,14 +2,15 @@
 
 One thread emulates the GPU of the engine's first rank: it broadcasts steps to all ranks, itself
 included (``decode_steps``).  Another thread verifies the DE buffer before a prompt is copied to
-HBM, and HBM after the copy.  A request joins the next step when all ranks have its KV.
+HBM, and HBM after the copy.  A request joins the next step when all ranks have its KV.  That step
+computes all of its tokens without KV: the append, if this engine computes it, else one token.
 """
 
 import functools
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from dualpath.core.blocks import chain_root
 from dualpath.core.errors import EngineLostError
@@ -25,9 +26,9 @@ from dualpath_lab.emulated.emulated_gpu import (
     NewToken,
     RankSteps,
 )
-from dualpath_lab.emulated.prefill import WAITING_S
+from dualpath_lab.emulated.prefill import WAITING_S, attention_seconds
 from dualpath_lab.emulated.requests import Answer, DecodeRequest
-from dualpath_sim.simulator.rules import decode_step_s
+from dualpath_sim.simulator.rules import decode_step_s, pass_s
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class DecodeEngine:
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
         self._costs = plane.settings.costs.decode
+        self._append_costs = plane.settings.costs.prefill
+        self._append_attention = attention_seconds(self._append_costs)
         self._threads = plane.threads
         self._clock = ComputeClock(plane.now_s, plane.threads.sleep)
         self._wake = self._threads.condition()
@@ -187,7 +190,7 @@ class DecodeEngine:
         contexts = [request.computed_tokens + 1 for request in self._running]
         window = costs.window_tokens
         attended = sum(min(c, window) for c in contexts) if window else sum(contexts)
-        return decode_step_s(
+        return self._appends_s() + decode_step_s(
             len(contexts),
             attended,
             sum(contexts),
@@ -198,10 +201,29 @@ class DecodeEngine:
             costs.index_pair_s,
         )
 
+    def _appends_s(self) -> float:
+        """Return what the appends of the next step add to it: a forward pass of a PE over them."""
+        chunks = [
+            (request.computed_tokens, request.prefix.tokens - request.computed_tokens)
+            for request in self._running
+        ]
+        appends = [(cached, tokens) for cached, tokens in chunks if tokens > 1]
+        if not appends:
+            return 0.0
+        costs = self._append_costs
+        return pass_s(
+            costs.attention_batch_s + sum(self._append_attention.flops(*one) for one in appends),
+            sum(tokens for _, tokens in appends),
+            costs.batch_s,
+            costs.feed_forward_token_s,
+            costs.exchange_token_s,
+            costs.interleaved,
+        )
+
     def _step(self) -> None:
-        """Compute one token of every request; full blocks are persisted before answers are sent."""
-        tokens = tuple(map(self._token, self._running))
-        full = tuple(block for r in self._running if (block := self._computed(r)) is not None)
+        """Generate a token of every request; full blocks are persisted before answers are sent."""
+        tokens = tuple(token for request in self._running for token in self._uncomputed(request))
+        full = tuple(block for request in self._running for block in self._computed(request))
         step = DecodeStep(tokens, full, tuple(self._begin_fills()))
         self._plane.group.broadcast(step)
         self._steps.run(step)
@@ -219,22 +241,22 @@ class DecodeEngine:
         with self._wake:
             self._running = unfinished
 
-    def _token(self, request: DecodeRequest) -> NewToken:
-        """Return where the KV of a request's next token is written."""
-        block, place = divmod(request.computed_tokens, self._plane.geometry.block_tokens)
-        return NewToken(request.hbm_blocks[block], place, request.prefix.seeds[block, place])
+    def _uncomputed(self, request: DecodeRequest) -> Iterator[NewToken]:
+        """Yield where the KV of a request's tokens without KV is written."""
+        for token in range(request.computed_tokens, request.prefix.tokens):
+            block, place = divmod(token, self._plane.geometry.block_tokens)
+            yield NewToken(request.hbm_blocks[block], place, request.prefix.seeds[block, place])
 
-    def _computed(self, request: DecodeRequest) -> GeneratedBlock | None:
-        """Count a request's next token as computed; return its block if it is now full."""
-        block, place = divmod(request.computed_tokens, self._plane.geometry.block_tokens)
-        in_prompt = request.computed_tokens < request.decode_transfer.prompt_tokens
-        request.computed_tokens += 1
-        if in_prompt or place + 1 < self._plane.geometry.block_tokens:
-            return None
-        keys = request.prefix.keys
-        parent = keys[block - 1] if block else chain_root()
-        tenant = request.decode_transfer.tenant
-        return GeneratedBlock(request.hbm_blocks[block], keys[block], parent, tenant)
+    def _computed(self, request: DecodeRequest) -> Iterator[GeneratedBlock]:
+        """Count all tokens of a request as computed; yield its blocks that are now full."""
+        block_tokens, keys = self._plane.geometry.block_tokens, request.prefix.keys
+        in_buffer = request.decode_transfer.prompt_tokens
+        first = max(request.computed_tokens, in_buffer) // block_tokens
+        request.computed_tokens = request.prefix.tokens
+        for block in range(first, request.computed_tokens // block_tokens):
+            parent = keys[block - 1] if block else chain_root()
+            tenant = request.decode_transfer.tenant
+            yield GeneratedBlock(request.hbm_blocks[block], keys[block], parent, tenant)
 
     def _begin_fills(self) -> Iterable[Fill]:
         """Yield the prompts that are copied from this step on."""

@@ -16,10 +16,10 @@ from dualpath.core.addresses import HostPort, host_and_port
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import DeadlineError
 from dualpath.engine.control.surroundings import LIVE, Surroundings
+from dualpath.node.certificates import serving
 from dualpath.node.sockets import engine_url, listening_socket
 from dualpath.router.http.server import serving_app, until_signal
 from dualpath.router.requests.limits import allow_many_streams
-from dualpath.transport.process_memory import ProcessMemoryTransport
 from dualpath_lab.emulated.data_plane import DataPlane
 from dualpath_lab.emulated.decode import DecodeEngine
 from dualpath_lab.emulated.emulated_gpu import follow, start_thread_ranks
@@ -163,6 +163,7 @@ async def emulated_engine(
     ``ConfigError`` (value, limit, remedy) if it cannot be started with these settings,
     ``EngineLostError`` if one of its ranks cannot be started.
     """
+    tls = serving(settings.ssl_certfile, settings.ssl_keyfile)
     leading = ranks or start_thread_ranks(settings, surroundings)
     try:
         plane = await asyncio.to_thread(DataPlane, settings, surroundings, leading)
@@ -173,9 +174,9 @@ async def emulated_engine(
     engine: PrefillEngine | DecodeEngine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
     try:
         app = EngineServer(plane, engine).app()
-        async with serving_app(app, settings.host, settings.port) as port:
+        async with serving_app(app, settings.host, settings.port, tls=tls) as port:
             api_url = settings.engine.api_url or engine_url(
-                settings.host, port, settings.engine.router
+                settings.host, port, settings.engine.router, tls=tls is not None
             )
             engine.start()
             dp = await asyncio.to_thread(join_group, settings)
@@ -207,21 +208,14 @@ def run_engine(settings: EmulatedSettings) -> None:
     Its other ranks are forked as processes, so this process must have no threads yet.  Raises what
     ``emulated_engine`` raises.
     """
-    surroundings = LIVE
-    if settings.transport == "memory":
-        surroundings = Surroundings(
-            open_transport=lambda agent, _: ProcessMemoryTransport(
-                agent, LIVE.this_process(), LIVE.has_exited
-            )
-        )
-    follower = functools.partial(follow, settings, surroundings=surroundings)
+    follower = functools.partial(follow, settings)
     with rank_processes(settings.tensor_parallel_size, follower) as ranks:
-        asyncio.run(_serve(settings, surroundings, ranks))
+        asyncio.run(_serve(settings, ranks))
 
 
-async def _serve(settings: EmulatedSettings, surroundings: Surroundings, ranks: LeaderRank) -> None:
+async def _serve(settings: EmulatedSettings, ranks: LeaderRank) -> None:
     allow_many_streams()
-    async with emulated_engine(settings, surroundings, ranks) as engine:
+    async with emulated_engine(settings, ranks=ranks) as engine:
         name, role = settings.engine.engine_id, settings.engine.role.value
         print(
             f"dualpath emulated {role} engine {name}: {engine.api_url}, buffer of "

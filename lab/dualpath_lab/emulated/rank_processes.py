@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.launch.process import die_with_parent
-from dualpath_lab.emulated.ranks import FollowerRank, LeaderRank, OnEvent, OnlyRank
+from dualpath_lab.emulated.ranks import FollowerRank, LeaderRank, OnEvent, OnlyRank, value_of
 
 # -------------------------------------------------------------------------------- rank connections
 # Messages between the first rank of an emulated engine and the others in separate processes.
@@ -176,13 +176,13 @@ class ConnectedFollower:
 
     def broadcast(self, value: T | None) -> T:
         """See ``RankGroup``."""
-        received: T = self.work()
+        received: T = value_of(self.work())
         return received
 
     def gather(self, value: T) -> list[T]:
         """See ``RankGroup``."""
         self._send(_GATHERED, value)
-        everything: list[T] = self.work()
+        everything: list[T] = value_of(self.work())
         return everything
 
     def notify(self, event: object) -> None:

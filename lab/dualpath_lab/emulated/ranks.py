@@ -46,6 +46,16 @@ class FollowerRank(RankGroup, Protocol):
         ...
 
 
+def value_of(received: T | None) -> T:
+    """Return what a follower has received in a collective.
+
+    Raises ``EngineLostError`` if it is the end of work: the leader has ended, or could not start.
+    """
+    if received is None:
+        raise EngineLostError("the engine's first rank has ended; see its log")
+    return received
+
+
 class OnlyRank:
     """The leader's interface in an engine of one rank."""
 
@@ -160,12 +170,12 @@ class _ThreadFollower:
         return self._shared.get(self._shared._to_rank[self.rank])
 
     def broadcast(self, value: T | None) -> T:
-        received: T = self.work()
+        received: T = value_of(self.work())
         return received
 
     def gather(self, value: T) -> list[T]:
         self._shared.put([self._shared._to_leader[self.rank]], value)
-        everything: list[T] = self.work()
+        everything: list[T] = value_of(self.work())
         return everything
 
     def notify(self, event: object) -> None:

@@ -12,6 +12,7 @@ This server needs neither vLLM nor a model:
     GET  /health, /metrics      as in `dualpath router`, without vLLM's own metrics
 """
 
+import ssl
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -318,7 +319,7 @@ class RouterServer:
 
 @asynccontextmanager
 async def emulated_router(
-    settings: RouterSettings, host: str, port: int
+    settings: RouterSettings, host: str, port: int, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[str, RouterService]]:
     """Serve in the block, as soon as this router is the leader; yields endpoint and service.
 
@@ -340,7 +341,7 @@ async def emulated_router(
         await bound(turn, service.start)
 
         async def serve() -> str:
-            return await served(service, host, port, stack)
+            return await served(service, host, port, stack, tls=tls)
 
         yield await bound(turn, serve), service
 
@@ -351,13 +352,14 @@ async def served(
     port: int,
     stack: AsyncExitStack,
     shared: SharedPort | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> str:
     """Serve clients until the stack is closed; return the endpoint."""
     connections = Connections(connection_limits(service.settings), service.metrics)
     app = RouterServer(service, host).app()
-    server = serving_app(app, host, port, connections, shared)
+    server = serving_app(app, host, port, connections, shared, tls)
     at = await stack.enter_async_context(server)
-    return http_url(host, at)
+    return http_url(host, at, tls=tls is not None)
 
 
 def _chunk(event: TokenEvent) -> dict[str, Any]:
@@ -398,6 +400,7 @@ async def emulated_front_end(
     host: str,
     port: int,
     shared: SharedPort | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[tuple[str, LinkedFrontEnd]]:
     """Serve in the block, linked to a remote scheduler; yields the endpoint and the service.
 
@@ -410,17 +413,19 @@ async def emulated_front_end(
         service = LinkedFrontEnd(settings, link, calls)
         stack.push_async_callback(service.stop)
         await service.start()
-        endpoint = await served(service, host, port, stack, shared)
+        endpoint = await served(service, host, port, stack, shared, tls)
         yield endpoint, service
 
 
-async def run_emulated_router(settings: RouterSettings, host: str, port: int) -> None:
+async def run_emulated_router(
+    settings: RouterSettings, host: str, port: int, tls: ssl.SSLContext | None = None
+) -> None:
     """Run a light router until SIGINT, or until it has drained after SIGTERM.
 
     Raises ``ConfigError`` for an address in use.
     """
     allow_many_streams()
-    async with emulated_router(settings, host, port) as (endpoint, service):
+    async with emulated_router(settings, host, port, tls) as (endpoint, service):
         collect_seldom()
         print(
             f"dualpath emulated router: token ids at {endpoint}/v1, engines register at "
@@ -431,12 +436,16 @@ async def run_emulated_router(settings: RouterSettings, host: str, port: int) ->
 
 
 async def run_emulated_front_end(
-    settings: RouterSettings, link: LinkSettings, host: str, port: int
+    settings: RouterSettings,
+    link: LinkSettings,
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Run a light front end, linked to a remote scheduler, until SIGINT or until drained."""
     allow_many_streams()
     shared = SharedPort() if link.share_port else None
-    async with emulated_front_end(settings, link, host, port, shared) as (endpoint, service):
+    async with emulated_front_end(settings, link, host, port, shared, tls) as (endpoint, service):
         collect_seldom()
         print(
             f"dualpath emulated front end: token ids at {endpoint}/v1, scheduler at "

@@ -2,13 +2,14 @@
 
 import enum
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from dualpath.core.addresses import host_and_port
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, slices_of
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import EngineSettings
+from dualpath.node.certificates import CertFile, KeyFile
 from dualpath.vllm.front_end_settings import BlockTokens, Host, MaxModelLen, Port
 from dualpath_sim.catalog.load import CostsName, GpuName
 from dualpath_sim.simulator.settings import ModelCosts
@@ -53,6 +54,8 @@ class EmulatedServer(Settings, frozen=True, kw_only=True):
 
     host: Host = "127.0.0.1"
     port: Port = 0
+    ssl_certfile: CertFile = ""
+    ssl_keyfile: KeyFile = ""
     speedup: Speedup = 1.0
     hbm_bytes: Annotated[int, Setting("emulated HBM for KV", ge=1)] = 1 << 30
     batch_cap_tokens: BatchCap = 1024
@@ -69,13 +72,6 @@ class EmulatedServer(Settings, frozen=True, kw_only=True):
     tensor_parallel_size: Annotated[
         int, Setting("ranks of the engine, each a process with its slice of the KV", ge=1)
     ] = 1
-    transport: Annotated[
-        Literal["nixl", "memory"],
-        Setting(
-            "transport of KV between engines: NIXL, or memory copies by the kernel between "
-            "processes of one machine, which need no library; the same for all engines"
-        ),
-    ] = "nixl"
     vocab_size: Annotated[
         int, Setting("size of the vocabulary; token ids have 32 bits", ge=2, le=1 << 32)
     ] = 32000
@@ -135,6 +131,11 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
                 f"{{dp_rank}} is {self.dp_rank} of {self.dp_size}, {{dp_address}} is "
                 f"{self.dp_address!r}; a rank must be below {{dp_size}}, and the address of a "
                 "group must be HOST:PORT, or [ADDRESS]:PORT for IPv6"
+            )
+        if self.ssl_certfile and self.engine.api_url.startswith("http://"):
+            raise ConfigError(
+                f"{{ssl_certfile}} is {self.ssl_certfile!r} and {{api_url}} is "
+                f"{self.engine.api_url!r}; write https:// there, or leave out one of them"
             )
         slices_of(self.tensor_parallel_size, self.kv_heads)
         if self.engine.share_loads:

@@ -37,7 +37,7 @@ from dualpath_lab.experiments.raw_nixl import RawAgent, RawPeer
 from dualpath_lab.experiments.settings import DataPlaneSettings, Leg, Mover, PostCost, Rate
 
 # -------------------------------------------------------------------------------- data plane posts
-# Cost of posting a transfer by its number of pieces (the doorbell batching of §5.2).
+# Cost of posting a transfer by its number of pieces.
 
 #: Pieces of a region; larger transfers use some of them repeatedly.
 _POOL_PIECES = 1000
@@ -175,6 +175,7 @@ class _Engine:
             storage="",
             buffer_bytes=settings.blocks * geometry.full_block_bytes,
             staging_blocks=1,
+            transport="nixl",
             ucx_tls=settings.tls,
         )
         storage = MemoryStorage(StoreNamespace("data-plane", "bytes", "none", geometry))

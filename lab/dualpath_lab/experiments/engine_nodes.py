@@ -162,6 +162,7 @@ def _engine_arguments(
         compute_quota_s=nodes.compute_quota_s,
         snic_bytes_per_s=0.0 if throttled else state.settings.snic_bytes_per_s / nodes.dp,
         # Shared memory would bypass the links of the lab.
+        transport="nixl",
         ucx_tls="tcp",
         nixl_engine_config={"TCP_PORT_RANGE": state.settings.kv_ports},
         net_devices=node_cnics(state),
@@ -236,6 +237,7 @@ class VllmEngines:
         lab, nodes = state.settings, self._nodes
         seconds = SimulatedCluster(prefill_nodes=1, decode_nodes=1).alpha_s
         return LocalClusterSettings(
+            transport="nixl",
             model=nodes.model,
             storage=storage,
             nodes=lab.nodes,

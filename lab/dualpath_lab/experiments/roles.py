@@ -300,6 +300,7 @@ def _roles(cluster: LocalCluster, requested: object = None) -> dict[str, Any]:
 
 def _cluster_settings(settings: RoleShiftSettings, folder: Path) -> LocalClusterSettings:
     return LocalClusterSettings(
+        transport="memory",
         model=settings.model,
         storage=str(folder / "kv"),
         log_dir=str(folder / "logs"),
@@ -336,7 +337,6 @@ def _options(settings: RoleShiftSettings) -> EmulatedOptions:
         speedup=settings.speedup,
         hbm_bytes=settings.hbm_bytes,
         verify=Verify.SAMPLED,
-        transport="memory",
     )
 
 

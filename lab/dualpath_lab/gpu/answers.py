@@ -4,6 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+#: Name of the prompt that continues an answer, so that KV of generated blocks is used.
+CONVERSATION = "conversation"
+#: Nats between the two likeliest tokens above which rounding does not change the greedy one.
+LARGE_GAP = 0.1
+
 
 class PlainAnswer(msgspec.Struct, frozen=True):
     """A plain engine's answer; ``gaps[i]`` are nats between the two likeliest tokens at step i.
@@ -36,6 +41,12 @@ def compared(found: Sequence[int], plain: PlainAnswer | None) -> dict[str, objec
     parts = equal < min(len(found), len(plain.tokens))
     gap = plain.gaps[equal] if parts and equal < len(plain.gaps) else None
     return {"equal_tokens": equal, "of": len(plain.tokens), "gap_where_they_part": gap}
+
+
+def is_wrong(row: Mapping[str, object]) -> bool:
+    """Whether an answer with these columns parts where rounding cannot be the cause."""
+    gap = row.get("gap_where_they_part")
+    return isinstance(gap, float) and gap > LARGE_GAP
 
 
 def likeliest_gap(logprobs: Sequence[float]) -> float:

@@ -13,11 +13,12 @@ import sys
 import tarfile
 import tomllib
 from collections.abc import Iterable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 #: vLLM looks for an address, reports usage and samples with FlashInfer unless these are set.
-_OFFLINE = {
+OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -27,8 +28,13 @@ _OFFLINE = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
+#: Modules that the archive does not have and engines import, torchvision in vLLM's warm-up.
+NEEDED = (
+    "torch", "torchvision", "triton", "numpy", "transformers", "tokenizers", "safetensors", "PIL",
+    "xxhash", "multidict", "anyio", "yaml", "regex", "psutil", "jinja2", "cloudpickle",
+)  # fmt: skip
 #: Folders of caches below the prepared one.
-_CACHES = {
+CACHES = {
     "DUALPATH_CACHE": "models",
     "VLLM_CACHE_ROOT": "cache",
     "XDG_CACHE_HOME": "cache",
@@ -79,7 +85,7 @@ def write_command(folder: Path) -> None:
 def environment(folder: Path, repository: Path) -> str:
     """Return the lines of ``environment.sh``."""
     places = [folder / "site", folder / "metadata", repository / "src", repository / "lab"]
-    variables = {**_OFFLINE, **{name: str(folder / part) for name, part in _CACHES.items()}}
+    variables = {**OFFLINE, **{name: str(folder / part) for name, part in CACHES.items()}}
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     lines.append(f"export PYTHONPATH={shlex.quote(':'.join(map(str, places)))}")
     lines.append(f"export PATH={shlex.quote(str(folder / 'bin'))}:$PATH")
@@ -93,6 +99,12 @@ def prepare(archive: Path, folder: Path, repository: Path) -> None:
         write_metadata(project / "pyproject.toml", package / "__init__.py", folder / "metadata")
     write_command(folder)
     (folder / "environment.sh").write_text(environment(folder, repository))
+
+
+def missing(folder: Path) -> list[str]:
+    """Return the needed modules that neither this Python nor the archive has."""
+    places = [str(folder / "site"), *sys.path]
+    return [name for name in NEEDED if PathFinder.find_spec(name, places) is None]
 
 
 def _projects(repository: Path) -> Iterable[tuple[Path, Path]]:
@@ -111,6 +123,11 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder.absolute()
     prepare(options.archive, folder, Path.cwd())
+    if absent := missing(folder):
+        sys.exit(
+            f"bootstrap.py: {sys.executable} has no {', '.join(absent)}; run it with the Python "
+            "that has torch, or install them there"
+        )
     print(f". {shlex.quote(str(folder / 'environment.sh'))} && dualpath gpu-check --out report")
 
 

@@ -1,5 +1,6 @@
 """One prefill and one decode engine under test: `dualpath serve`, and a client of its endpoint."""
 
+import itertools
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
+from dualpath.engine.passes.layer_stream import WAIT_TRACK
 from dualpath.launch.process import SpawnedProcess
 from dualpath.workload.replay.client import RealClock
 from dualpath.workload.replay.endpoint import (
@@ -28,14 +30,20 @@ from dualpath.workload.replay.endpoint import (
 )
 from dualpath_lab.gpu.model import model_of
 from dualpath_lab.gpu.results import Check
-from dualpath_lab.gpu.settings import engine_devices
+from dualpath_lab.gpu.settings import GpuCheckSettings, engine_devices
+from dualpath_lab.gpu.ucx import PROTOCOL_INFO, choices
 
 _READ_TIMEOUT_S = 120.0
 #: Lines of an engine's log that describe it.
 _LOG_LINES = re.compile(
     r"Using \w+ KV cache layout|dualpath \w+ engine .*|Using \w+ attention.*|GPU KV cache size.*"
-    r"|pinned .* GiB in .*|pass costs .*|Graph capturing finished.*"
+    r"|copies between DRAM and HBM are .*|rank \d+: (UCX|no RDMA) .*|pinned .* GiB in .*"
+    r"|pass costs .*|Graph capturing finished.*"
 )
+_STOPS = "[shutdown]"
+_ERROR = re.compile(r"\bERROR\b|Traceback|Error:")
+_OTHER_LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING)\b")
+_PREFILL_RATE = re.compile(r"pass costs .*prefill_tokens_per_s=([0-9.e+]+)")
 _NUMBER = re.compile(r" \d+$")
 
 
@@ -46,6 +54,22 @@ class Served(msgspec.Struct, frozen=True):
     ttft_s: float
     tpot_s: float
     cached_tokens: int | None
+
+
+def serve_command(settings: GpuCheckSettings, storage: Path, logs: Path) -> list[str]:
+    """Return the command line of a cluster with one prefill and one decode engine."""
+    devices = engine_devices(settings)
+    return [
+        *(sys.executable, "-m", "dualpath.cli.main", "serve", model_of(settings)),
+        *("--storage", str(storage), "--port", "0", "--dtype", settings.dtype),
+        *(("--devices", ",".join(devices)) if devices else ()),
+        *(("--enforce-eager",) if settings.rehearse else ()),
+        *("--max-model-len", str(settings.max_model_len)),
+        *("--hbm-bytes", str(settings.hbm_bytes)),
+        *("--buffer-bytes", str(settings.buffer_bytes)),
+        *("--trace-dir", str(logs), "--log-dir", str(logs)),
+        *("--start-timeout-s", str(settings.start_timeout_s), "--no-dram-tier"),
+    ]
 
 
 class Client:
@@ -80,17 +104,7 @@ class Cluster:
         settings = check.settings
         self._storage = Path(settings.storage or check.out).absolute() / f"gpu-check-{name}"
         shutil.rmtree(self._storage, ignore_errors=True)
-        devices = engine_devices(settings)
-        self._command = [
-            *(sys.executable, "-m", "dualpath.cli.main", "serve", model_of(settings)),
-            *("--storage", str(self._storage), "--port", "0", "--dtype", settings.dtype),
-            *(("--devices", ",".join(devices)) if devices else ()),
-            *("--max-model-len", str(settings.max_model_len)),
-            *("--hbm-bytes", str(settings.hbm_bytes)),
-            *("--buffer-bytes", str(settings.buffer_bytes)),
-            *("--trace-dir", str(self.logs), "--log-dir", str(self.logs)),
-            *("--start-timeout-s", str(settings.start_timeout_s), "--no-dram-tier", *flags),
-        ]
+        self._command = [*serve_command(settings, self._storage, self.logs), *flags]
         self._process: SpawnedProcess | None = None
         self.endpoint = ""
         self.start_s = 0.0
@@ -102,7 +116,7 @@ class Cluster:
             self.name,
             self._command,
             self.logs / "serve.txt",
-            os.environ,
+            {**os.environ, **PROTOCOL_INFO},
             ends_with_parent=signal.SIGTERM,
         )
         try:
@@ -148,18 +162,45 @@ class Cluster:
         shutil.rmtree(self._storage, ignore_errors=True)
         self._check.put(f"{self.name}: logs", log_rows(self.logs))
         self._check.put(f"{self.name}: work of engines", trace_rows(self.logs))
+        self._check.put(f"{self.name}: UCX's choices", ucx_rows(self.logs))
 
 
 def log_rows(folder: Path) -> list[dict[str, str]]:
-    """Return the lines of the engines' logs that describe them, and their first error."""
+    """Return the lines of the engines' logs that describe them, and their first error.
+
+    vLLM's server may log an error while it stops: its engine core has ended before.
+    """
     rows = []
     for path in sorted(folder.glob("*.log")):
-        lines = path.read_text(errors="replace").splitlines()
+        whole = path.read_text(errors="replace").splitlines()
+        lines = list(itertools.takewhile(lambda line: _STOPS not in line, whole))
         found = dict.fromkeys(match[0] for line in lines if (match := _LOG_LINES.search(line)))
-        error = next((line for line in lines if re.search(r"\bERROR\b|Traceback|Error:", line)), "")
+        error = next((line for line in lines if _is_error(line)), "")
         texts = [*found, *([f"first error: {error}"] if error else ())]
         rows += [{"log": path.name, "line": text[:300]} for text in texts]
     return rows
+
+
+def prefill_rate(folder: Path) -> float | None:
+    """Return the prefill tokens per second that the prefill engine measured at start."""
+    for path in sorted(folder.glob("pe-*.log")):
+        if found := _PREFILL_RATE.search(path.read_text(errors="replace")):
+            return float(found[1])
+    return None
+
+
+def _is_error(line: str) -> bool:
+    """Whether a line reports an error: a warning may name an exception, too."""
+    return bool(_ERROR.search(line)) and not _OTHER_LEVEL.search(line)
+
+
+def ucx_rows(folder: Path) -> list[dict[str, str]]:
+    """Return which transport UCX has chosen for each operation of each engine."""
+    return [
+        {"log": path.name, **row}
+        for path in sorted(folder.glob("*.log"))
+        for row in choices(path.read_text(errors="replace").splitlines())
+    ]
 
 
 def trace_rows(folder: Path) -> list[dict[str, Any]]:
@@ -171,7 +212,7 @@ def trace_rows(folder: Path) -> list[dict[str, Any]]:
         for event in _events(path):
             if event.get("ph") != "X":
                 continue
-            track = _NUMBER.sub("", str(event["tid"]))
+            track = _track(event)
             seconds[track].append(event["dur"] / 1e6)
             steps = event.get("args", {}).get("steps") or ()
             moved_bytes[track] += sum(step.get("bytes", 0) for step in steps)
@@ -189,6 +230,13 @@ def trace_rows(folder: Path) -> list[dict[str, Any]]:
             for track, times in seconds.items()
         ]
     return rows
+
+
+def _track(event: Mapping[str, Any]) -> str:
+    """Return the kind of work of an event; waits of a pass are for a load or for a send."""
+    track = _NUMBER.sub("", str(event["tid"]))
+    awaited = str(event.get("name", "")).partition(" ")[0]
+    return f"{track} for {awaited}" if track == WAIT_TRACK else track
 
 
 def _events(path: Path) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ def facts(check: Check) -> None:
         [dict(zip(_SMI_FIELDS, v, strict=True)) for v in values if len(v) == len(_SMI_FIELDS)],
     )
     _doctor(check)
-    if gpus(check.settings.devices) and not check.settings.rehearse:
+    if gpus(check.settings.devices) and check.settings.on_gpus:
         _memory(check)
 
 

@@ -30,6 +30,7 @@ def jct(check: Check) -> None:
     agents = check.logs / "agents.jsonl"
     agents.write_text(agents_lines(check))
     rows: list[dict[str, object]] = []
+    check.put("modes", rows)  # Before the logs on the page.
     for mode in check.settings.modes:
         try:
             row = _columns(_replay(check, mode, agents))

@@ -27,7 +27,7 @@ def libs(check: Check) -> None:
 
     Raises ``RuntimeError`` if a library or a kernel is wrong; all are tried first.
     """
-    with_gpu = bool(gpus(check.settings.devices)) and not check.settings.rehearse
+    with_gpu = bool(gpus(check.settings.devices)) and check.settings.on_gpus
     imports = [_import(name) for name in (*_MODULES, f"{nixl_package()}._api", *_GPU_MODULES)]
     check.put("imports", imports)
     needed = (row for row in imports if with_gpu or row["module"] not in _GPU_MODULES)

@@ -7,6 +7,7 @@ the whole context and KV from a wrong place changes the answer.
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,11 @@ def prompts(settings: GpuCheckSettings) -> dict[str, list[int]]:
         found[str(length)] = first
         found[f"{length}+"] = first + tokens(draw, max(length // 16, 64))
     return found
+
+
+def next_turn(prompt: list[int], answer: Sequence[int]) -> list[int]:
+    """Return a prompt that continues the conversation of a prompt and its answer."""
+    return [*prompt, *answer, *tokens(random.Random(SEED + 1), 64)]
 
 
 def tokens(draw: random.Random, count: int) -> list[int]:

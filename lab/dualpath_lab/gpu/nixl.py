@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from dualpath_lab.gpu.results import Check
+from dualpath_lab.gpu.ucx import PROTOCOL_INFO, choices
 
 #: UCX's transports that are tried: its own choice, without CUDA IPC, and TCP only.
 _WAYS: dict[str, dict[str, str]] = {
@@ -25,7 +26,7 @@ def nixl(check: Check) -> None:
     rows: list[dict[str, object]] = []
     problems = []
     for way, variables in _WAYS.items():
-        if check.settings.rehearse and "CUDA" in way:
+        if not check.settings.on_gpus and "CUDA" in way:
             continue
         found, problem = _run(check, way, variables)
         rows += [{"UCX": way, **row} for row in found]
@@ -46,7 +47,7 @@ def _run(check: Check, way: str, variables: dict[str, str]) -> tuple[list[dict[s
     ]
     tcp = {"UCX_TLS": "tcp"} if device == "cpu" and way == "TCP" else {}
     environment = {
-        **os.environ, "UCX_NET_DEVICES": "lo", "UCX_PROTO_INFO": "y", **variables, **tcp,
+        **os.environ, "UCX_NET_DEVICES": "lo", **PROTOCOL_INFO, **variables, **tcp,
     }  # fmt: skip
     log = check.logs / f"{way.replace(' ', '-')}.txt"
     with log.open("w+") as file:
@@ -58,6 +59,7 @@ def _run(check: Check, way: str, variables: dict[str, str]) -> tuple[list[dict[s
             code = f"none after {_WAY_S:g} s"
     lines = log.read_text(errors="replace").splitlines()
     rows = [json.loads(line[1:]) for line in lines if line.startswith("@{")]
+    check.put(f"UCX's choices, {way}", choices(lines))
     if code == 0 and rows:
         return rows, ""
     return rows, f"exit code {code}; {lines[-1][:300] if lines else 'no output'}"

@@ -11,7 +11,7 @@ from dualpath_lab.gpu.results import PhaseResult, read_result
 from dualpath_lab.gpu.settings import PHASES
 
 PAGE = "report.md"
-_REHEARSAL = "A rehearsal on CPUs with tiny sizes: its times mean nothing."
+_REHEARSAL = "A rehearsal with tiny sizes: its times mean nothing."
 
 
 def write_page(out: Path) -> Path:
@@ -42,8 +42,15 @@ def report(results: Sequence[PhaseResult]) -> Report:
 
 
 def _blocks(found: Mapping[str, Any]) -> tuple[Block, ...]:
-    """Return single values as one table, and each list of rows as another."""
-    single = {name: value for name, value in found.items() if not _is_rows(value)}
+    """Return single values as one table, and each list of rows as another.
+
+    Objects, such as the tokens of ``plain``, are for programs and are in the JSON file only.
+    """
+    single = {
+        name: value
+        for name, value in found.items()
+        if not _is_rows(value) and not isinstance(value, dict)
+    }
     values = tuple(
         (name, _text(value)) for name, value in single.items() if "\n" not in _text(value)
     )

@@ -8,8 +8,15 @@ import statistics
 from typing import Any
 
 from dualpath.core.errors import DualPathError
-from dualpath_lab.gpu.answers import PlainAnswer, compared, plain_answers
-from dualpath_lab.gpu.cluster import Client, Cluster, Served
+from dualpath_lab.gpu.answers import (
+    CONVERSATION,
+    LARGE_GAP,
+    PlainAnswer,
+    compared,
+    is_wrong,
+    plain_answers,
+)
+from dualpath_lab.gpu.cluster import Client, Cluster, Served, prefill_rate
 from dualpath_lab.gpu.model import prompts
 from dualpath_lab.gpu.results import Check, read_result
 
@@ -21,30 +28,70 @@ _REPEATS = 3
 
 
 def pair(check: Check) -> None:
-    """Compare the answers with those of phase `plain`, if it has run in the same folder."""
+    """Compare the answers with those of phase `plain`, if it has run in the same folder.
+
+    Raises ``RuntimeError`` at the end if a request failed, or if KV was wrong.
+    """
     check.put("rehearsal", check.settings.rehearse)
     earlier = read_result(check.out, "plain")
     plain = plain_answers(earlier.found) if earlier else {}
+    decoded = earlier.found.get("decode") if earlier else None
+    plain_tpot_ms = decoded[0]["median_tpot_ms"] if decoded else None
     check.put("compared with plain", bool(plain))
+    conversation = earlier.found.get(CONVERSATION, {}).get("prompt", []) if earlier else []
     with Cluster(check, "pair") as cluster:
         check.put("start_s", cluster.start_s)
-        asyncio.run(_measure(check, cluster, plain))
+        asyncio.run(_measure(check, cluster, plain, conversation, plain_tpot_ms))
 
 
-async def _measure(check: Check, cluster: Cluster, plain: dict[str, PlainAnswer]) -> None:
+async def _measure(
+    check: Check,
+    cluster: Cluster,
+    plain: dict[str, PlainAnswer],
+    conversation: list[int],
+    plain_tpot_ms: float | None,
+) -> None:
+    sizes = check.settings.sizes
     async with cluster.client() as client:
         rows: list[dict[str, Any]] = []
-        for name, prompt in prompts(check.settings).items():
-            turns = ("continued",) if name.endswith("+") else ("cold", "stored")
-            for turn in turns:
-                answer = await _answer(client, prompt, check.settings.sizes.answer_tokens)
-                rows.append({"prompt": name, "turn": turn, **_columns(answer, plain.get(name))})
-                check.put("answers", rows)
-                await asyncio.sleep(_STORED_S)
-        check.put("decode", await _decode(check, client))
+
+        async def ask(name: str, prompt: list[int], turn: str) -> None:
+            columns = _columns(await _answer(client, prompt, sizes.answer_tokens), plain.get(name))
+            rows.append({"prompt": name, "prompt_tokens": len(prompt), "turn": turn, **columns})
+            check.put("answers", rows)
+            await asyncio.sleep(_STORED_S)
+
+        asked = prompts(check.settings)
+        for name, prompt in asked.items():
+            for turn in ("continued",) if name.endswith("+") else ("cold", "stored"):
+                await ask(name, prompt, turn)
+        if conversation:
+            await _answer(client, next(iter(asked.values())), sizes.turn_tokens)
+            await asyncio.sleep(_STORED_S)
+            await ask(CONVERSATION, conversation, "after its answer")
+        check.put("prefill tokens/s", [_rates(cluster, rows)])
+        check.put("decode", await _decode(check, client, plain_tpot_ms))
     failed = [row for row in rows if row.get("error")]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(rows)} requests failed: {failed[0]['error']}")
+    if wrong := [f"{row['prompt']} {row['turn']}" for row in rows if is_wrong(row)]:
+        raise RuntimeError(
+            f"the answers to {', '.join(wrong)} part from the plain engine's where its two "
+            f"likeliest tokens are more than {LARGE_GAP:g} nats apart: their KV is wrong"
+        )
+
+
+def _rates(cluster: Cluster, rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the rate measured at start, and the best of the cold prompts.
+
+    A measured rate far below the other was taken while kernels were compiled.
+    """
+    seen = [
+        row["prompt_tokens"] / row["ttft_s"]
+        for row in rows
+        if row["turn"] == "cold" and row.get("ttft_s")
+    ]
+    return {"measured at start": prefill_rate(cluster.logs), "seen": max(seen, default=None)}
 
 
 async def _answer(client: Client, prompt: list[int], count: int) -> Served | DualPathError:
@@ -65,7 +112,9 @@ def _columns(answer: Served | DualPathError, plain: PlainAnswer | None) -> dict[
     }
 
 
-async def _decode(check: Check, client: Client) -> list[dict[str, Any]]:
+async def _decode(
+    check: Check, client: Client, plain_tpot_ms: float | None
+) -> list[dict[str, Any]]:
     """Return the time per token of a decoding request alone, and beside loads of stored KV."""
     stored = list(prompts(check.settings).values())
     count = check.settings.sizes.decode_tokens
@@ -86,6 +135,7 @@ async def _decode(check: Check, client: Client) -> list[dict[str, Any]]:
                 "tokens": count,
                 "median_tpot_ms": statistics.median(tpot_ms),
                 "max_tpot_ms": max(tpot_ms),
+                "plain_tpot_ms": plain_tpot_ms,
                 "error": errors[0] if errors else "",
             }
         )

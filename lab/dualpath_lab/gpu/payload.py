@@ -21,6 +21,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -76,12 +77,18 @@ def _of_vllm(name: str) -> bool:
 
 
 def _needed_libraries(archive: zipfile.ZipFile, names: Collection[str]) -> set[str]:
-    """Return NIXL's libraries that are loaded by name, and all that these need."""
-    places = {Path(name).name: name for name in names if _LIBRARY.search(name)}
+    """Return NIXL's libraries that are loaded by name, and all that these need.
+
+    The wheel has every plugin twice, and NIXL looks in one of the two folders: both are packed.
+    """
+    places = defaultdict(list)
+    for name in names:
+        if _LIBRARY.search(name):
+            places[Path(name).name].append(name)
     todo = [name for name in places if any(re.fullmatch(root, name) for root in _NIXL_LIBRARIES)]
     found: set[str] = set()
     while todo:
-        if (name := places.get(todo.pop(), "")) and name not in found:
+        for name in places.pop(todo.pop(), ()):
             found.add(name)
             todo += needed(archive.read(name))
     return found
@@ -171,8 +178,8 @@ def requirements(path: Path = REQUIREMENTS) -> list[str]:
     return [line for line in lines if line]
 
 
-def download(folder: Path, wanted: Collection[str]) -> list[Path]:
-    """Download the wheels for the bare machine's Python, and return them.
+def download(folder: Path, wanted: Collection[str], python: str = PYTHON) -> list[Path]:
+    """Download the wheels for a version of Python, the bare machine's, and return them.
 
     Wheels that are in the folder already are not downloaded again.  Raises
     ``subprocess.CalledProcessError`` if pip does not find one.
@@ -180,8 +187,8 @@ def download(folder: Path, wanted: Collection[str]) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     missing = [one for one in wanted if _wheel(folder, one) is None]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--implementation", "cp", "--python-version", PYTHON, "--dest", str(folder)]
-    for abi in ("cp312", "abi3", "none"):
+    command += ["--implementation", "cp", "--python-version", python, "--dest", str(folder)]
+    for abi in (f"cp{python.replace('.', '')}", "abi3", "none"):
         command += ["--abi", abi]
     for platform in _PLATFORMS:
         command += ["--platform", platform]
@@ -235,6 +242,14 @@ def pack(site: Path, archive: Path) -> None:
                 tar.addfile(entry, file)
 
 
+def machine_libraries(site: Path) -> list[str]:
+    """Return the libraries that those in ``site`` need of the machine, such as libcudart.so.13."""
+    libraries = [path for path in site.rglob("*") if _LIBRARY.search(path.name)]
+    packed = {path.name for path in libraries}
+    wanted = {name for path in libraries for name in needed(path.read_bytes())}
+    return sorted(wanted - packed)
+
+
 def make(out: Path, wanted: Collection[str]) -> Path:
     """Make the archive and its manifest in a folder; return the archive."""
     wheels = download(out / "wheels", wanted)
@@ -245,12 +260,14 @@ def make(out: Path, wanted: Collection[str]) -> Path:
         for wheel in wheels:
             unpack(wheel, site)
         pack(site, archive)
+        libraries = machine_libraries(site)
         unpacked_bytes = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
     manifest = {
         "bytes": archive.stat().st_size,
         "sha256": hashlib.sha256(archive.read_bytes()).hexdigest(),
         "unpacked_bytes": unpacked_bytes,
         "wheels": sorted(wheel.name for wheel in wheels),
+        "libraries_of_the_machine": libraries,
     }
     (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return archive

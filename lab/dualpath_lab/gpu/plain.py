@@ -1,15 +1,19 @@
 """Phase `plain`: a vLLM without dualpath; its answers, TTFT, and how often it parts from itself."""
 
 import os
+import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from dualpath_lab.gpu.answers import PlainAnswer, equal_tokens, likeliest_gap
-from dualpath_lab.gpu.model import model_of, prompts
+from dualpath_lab.gpu.answers import CONVERSATION, PlainAnswer, equal_tokens, likeliest_gap
+from dualpath_lab.gpu.model import model_of, next_turn, prompts
 from dualpath_lab.gpu.results import Check
 from dualpath_lab.gpu.settings import engine_devices
+
+_REPEATS = 3
 
 
 def plain(check: Check) -> None:
@@ -43,7 +47,10 @@ def plain(check: Check) -> None:
     answer([5] * 200, greedy)  # The first request compiles kernels.
     found: dict[str, PlainAnswer] = {}
     rows = []
-    for name, prompt in prompts(check.settings).items():
+    asked = prompts(check.settings)
+    asked[CONVERSATION] = _conversation(check, next(iter(asked.values())), answer)
+    check.put(CONVERSATION, {"prompt": asked[CONVERSATION]})
+    for name, prompt in asked.items():
         llm.reset_prefix_cache()
         started_s = time.perf_counter()
         answer(prompt, first)
@@ -69,3 +76,42 @@ def plain(check: Check) -> None:
         )
         check.put("answers", rows)
         check.put("tokens", msgspec.to_builtins(found))
+    check.put("decode", [_decode(check, llm)])
+
+
+def _conversation(
+    check: Check, prompt: list[int], answer: Callable[[list[int], Any], Any]
+) -> list[int]:
+    """Return a prompt that continues the plain engine's answer to another prompt."""
+    from vllm import SamplingParams
+
+    count = check.settings.sizes.turn_tokens
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    return next_turn(prompt, answer(prompt, sampling).token_ids)
+
+
+def _decode(check: Check, llm: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
+    """Return the time per token of one decoding request, and how vLLM schedules it.
+
+    Decode engines of dualpath schedule synchronously, so that a part of the difference between
+    this time and theirs is due to asynchronous scheduling.
+    """
+    from vllm import SamplingParams, TokensPrompt
+
+    count = check.settings.sizes.decode_tokens
+    prompt = TokensPrompt(prompt_token_ids=next(iter(prompts(check.settings).values())))
+
+    def seconds(tokens: int) -> float:
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        started_s = time.perf_counter()
+        llm.generate(prompt, sampling, use_tqdm=False)
+        return time.perf_counter() - started_s
+
+    seconds(1)  # Its KV is in HBM from now on.
+    tpots_ms = [1e3 * (seconds(count) - seconds(1)) / (count - 1) for _ in range(_REPEATS)]
+    return {
+        "tokens": count,
+        "median_tpot_ms": statistics.median(tpots_ms),
+        "max_tpot_ms": max(tpots_ms),
+        "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
+    }

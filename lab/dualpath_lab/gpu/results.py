@@ -70,4 +70,4 @@ class Check:
     @property
     def device(self) -> str:
         """Torch's name of the device that a phase of one process uses."""
-        return "cpu" if self.settings.rehearse else "cuda"
+        return "cuda" if self.settings.on_gpus else "cpu"

@@ -9,13 +9,16 @@ import secrets
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.launch.process import POLL_S, SpawnedProcess, all_processes
+from dualpath.node.host_process import process_stat
 from dualpath.report.files import as_json
 from dualpath_lab.gpu.page import write_page
 from dualpath_lab.gpu.phase import SETTINGS_FILE
@@ -123,24 +126,55 @@ def _run(
 def _end(process: SpawnedProcess, mark: str, stop_s: float) -> None:
     """Stop a phase, then kill what is left of the processes that it has started.
 
-    Engines have process groups of their own; all processes of a phase carry its mark.
+    Engines have process groups of their own.
     """
+    started = set(_started(mark))
     process.terminate()
     process.end(stop_s)
     deadline_s = time.monotonic() + KILL_S
-    while (left := list(_marked(mark))) and time.monotonic() < deadline_s:
-        for pid in left:
+    while time.monotonic() < deadline_s:
+        started |= set(_started(mark))
+        left = [one for one in started if _runs(one)]
+        if not left:
+            return
+        for one in left:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(one.pid, signal.SIGKILL)
         time.sleep(POLL_S)
 
 
-def _marked(mark: str) -> Iterator[int]:
-    """Yield the processes of this machine that have ``mark`` in their environment."""
-    for pid, stat in all_processes():
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if not stat.is_zombie and mark.encode() in environment:
-            yield pid
+class _Started(NamedTuple):
+    """A process by its id and its start, which another process with this id does not have."""
+
+    pid: int
+    start_ticks: int
+
+
+def _started(mark: str) -> Iterator[_Started]:
+    """Yield the processes with ``mark`` in their environment, and their descendants.
+
+    vLLM's processes change their titles, which overwrites the environment that /proc shows.
+    """
+    found = dict(all_processes())
+    children = defaultdict(list)
+    for pid, stat in found.items():
+        children[stat.parent].append(pid)
+    todo = [pid for pid in found if _has_mark(pid, mark)]
+    seen: set[int] = set()
+    while todo:
+        if (pid := todo.pop()) not in seen:
+            seen.add(pid)
+            todo += children[pid]
+            yield _Started(pid, found[pid].start_ticks)
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    try:
+        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _runs(one: _Started) -> bool:
+    now = process_stat(one.pid)
+    return now is not None and now.start_ticks == one.start_ticks and not now.is_zombie

@@ -36,11 +36,15 @@ PHASES: dict[PhaseName, Phase] = {
 
 
 class Sizes(NamedTuple):
-    """The sizes of prompts, answers and agents."""
+    """The sizes of prompts, answers and agents.
+
+    ``turn_tokens`` is the length of an answer that is continued, with at least one full block.
+    """
 
     prompt_tokens: tuple[int, ...]
     answer_tokens: int
     decode_tokens: int
+    turn_tokens: int
     agents: int
     turns: int
     context_tokens: int
@@ -48,8 +52,8 @@ class Sizes(NamedTuple):
     pinned_bytes: tuple[int, ...]
 
 
-_FULL = Sizes((1000, 4100, 16000), 32, 256, 6, 4, 8000, 128, (1 << 30, 4 << 30, 16 << 30))
-_TINY = Sizes((130, 700), 8, 24, 2, 2, 400, 8, ())
+_FULL = Sizes((1000, 4100, 16000), 32, 256, 256, 6, 4, 8000, 128, (1 << 30, 4 << 30, 16 << 30))
+_TINY = Sizes((130, 700), 8, 24, 70, 2, 2, 400, 8, ())
 
 
 class GpuCheckSettings(Settings, frozen=True, kw_only=True):
@@ -100,7 +104,8 @@ class GpuCheckSettings(Settings, frozen=True, kw_only=True):
     rehearse: Annotated[
         bool,
         Setting(
-            "run every phase on CPUs with tiny sizes, to try the programs; its times mean nothing"
+            "tiny sizes, to try the programs: their times mean nothing; on CPUs unless devices are "
+            "given"
         ),
     ] = False
 
@@ -117,6 +122,11 @@ class GpuCheckSettings(Settings, frozen=True, kw_only=True):
         """The sizes of what the phases run."""
         return _TINY if self.rehearse else _FULL
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the phases use GPUs: all runs do but a rehearsal without devices."""
+        return not self.rehearse or bool(self.devices)
+
     def limit(self, name: PhaseName) -> float:
         """Return the time limit of a phase in seconds."""
         return self.limit_s or PHASES[name].limit_s
@@ -124,7 +134,11 @@ class GpuCheckSettings(Settings, frozen=True, kw_only=True):
     def for_rehearsal(self) -> "GpuCheckSettings":
         """Return the settings with memory and types that a CPU has."""
         return msgspec.structs.replace(
-            self, dtype="float32", max_model_len=3072, hbm_bytes=128 << 20, buffer_bytes=256 << 20
+            self,
+            dtype=self.dtype if self.on_gpus else "float32",
+            max_model_len=3072,
+            hbm_bytes=128 << 20,
+            buffer_bytes=256 << 20,
         )
 
 
@@ -139,8 +153,8 @@ def gpus(asked: tuple[str, ...] = (), device_files: Path = _DEVICE_FILES) -> tup
 
 
 def engine_devices(settings: GpuCheckSettings) -> tuple[str, ...]:
-    """Return the GPUs of the prefill and of the decode engine; none in a rehearsal."""
-    if settings.rehearse:
+    """Return the GPUs of the prefill and of the decode engine; none on CPUs."""
+    if not settings.on_gpus:
         return ()
     found = gpus(settings.devices)
     return (found[0], found[1 if len(found) > 1 else 0]) if found else ()

@@ -64,9 +64,7 @@ def lab_up(settings: LabSettings, before: Callable[[Step], None] = lambda step: 
     Raises ``ConfigError`` if a lab of that name exists, or if a step fails after removing its
     parts.
     """
-    _refuse_second(settings.name)
-    machine = find_machine(settings)
-    steps = make_steps(settings, machine)
+    machine, steps = lab_steps(settings)
     maker = os.getpid()
     state = LabState(
         settings=settings, machine=machine, maker=maker, maker_ticks=start_ticks(maker)
@@ -83,6 +81,16 @@ def lab_up(settings: LabSettings, before: Callable[[Step], None] = lambda step: 
         _remove(settings.name)
         raise
     return state
+
+
+def lab_steps(settings: LabSettings) -> tuple[LabMachine, tuple[Step, ...]]:
+    """Return the machine and the steps that make a lab; changes nothing.
+
+    Raises ``ConfigError`` if a lab of that name exists, or the machine does not support it.
+    """
+    _refuse_second(settings.name)
+    machine = find_machine(settings)
+    return machine, make_steps(settings, machine)
 
 
 def lab_status(name: str) -> LabState:

@@ -55,6 +55,9 @@ def run(args: argparse.Namespace) -> int:
 
     import uvloop
 
+    from dualpath.router.observe.metrics import share_metrics
+
+    share_metrics(settings[-1].front_end_name)  # before vLLM defines metrics
     from dualpath.vllm.router_process import run_front_end
 
     # Until the server handles signals, SIGTERM interrupts the start.

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an invalid setting, or an address in use; no process is left running.
     """
-    router_settings, front_end_settings = _settings(args)
+    router_settings, front_end_settings = settings_of(args)
     if router_settings.front_ends:
         return _run_several(router_settings, front_end_settings)
 
@@ -73,9 +73,11 @@ def _run_several(router: "RouterSettings", endpoint: "FrontEndSettings") -> int:
         model, *rest = arguments(endpoint_there, positional=("model",))
         return [FRONTEND, model, *arguments(own), *arguments(link), *rest]
 
-    tls = bool(tls_arguments(endpoint.vllm_args).certificate_file)
+    tls = tls_arguments(endpoint.vllm_args)
     return run_scaled_router(
-        *(router, endpoint.host, endpoint.port, front_end, endpoint.lora_modules), tls=tls
+        *(router, endpoint.host, endpoint.port, front_end, endpoint.lora_modules),
+        certificate=tls.certificate_file,
+        key=tls.key_file,
     )
 
 
@@ -86,11 +88,12 @@ def layers(args: argparse.Namespace) -> Configuration:
 
 def checked_layers(args: argparse.Namespace) -> Configuration:
     """Return ``layers`` after validating the settings."""
-    _settings(args)
+    settings_of(args)
     return layers(args)
 
 
-def _settings(args: argparse.Namespace) -> "tuple[RouterSettings, FrontEndSettings]":
+def settings_of(args: argparse.Namespace) -> "tuple[RouterSettings, FrontEndSettings]":
+    """Return the settings of router and endpoint; raises ``ConfigError``."""
     from dualpath.router.settings import RouterSettings
     from dualpath.vllm.front_end_settings import FrontEndSettings
 

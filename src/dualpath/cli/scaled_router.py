@@ -21,11 +21,13 @@ def run_scaled_router(
     front_end: FrontEndCommand,
     adapters: Mapping[str, str] = MappingProxyType({}),
     *,
-    tls: bool = False,
+    certificate: str = "",
+    key: str = "",
 ) -> int:
     """Run scheduler and front ends until Ctrl-C, or after SIGTERM until they have drained.
 
-    ``tls``: front ends speak HTTPS.  Returns 0.  Raises ``ConfigError`` if an address is in use; no
+    ``certificate`` and ``key``: PEM files of front ends, which speak HTTPS, as the scheduler does
+    then.  Returns 0.  Raises ``ConfigError`` if an address is in use; no
     process is left running then.
     """
     from dualpath.launch.scaled_router import ScaledRouter, client_port
@@ -39,10 +41,13 @@ def run_scaled_router(
                     host,
                     lambda own, link: front_end(own, link, number),
                     adapters,
+                    certificate=certificate,
+                    key=key,
                 ) as processes,
             ):
+                endpoint = http_url(host, number, tls=bool(certificate))
                 _say(
-                    f"{settings.front_ends} front ends at {http_url(host, number, tls=tls)}/v1, "
+                    f"{settings.front_ends} front ends at {endpoint}/v1, "
                     f"cluster at {processes.cluster_url}, engines register at "
                     f"{processes.control_address}"
                 )

@@ -1,8 +1,11 @@
 """`dualpath serve`: router, prefill and decode engines on this machine, or on a Ray cluster."""
 
 import argparse
+import importlib.util
+import os
 from typing import TYPE_CHECKING
 
+from dualpath.cli.output import print_progress
 from dualpath.cli.settings import (
     CLUSTER,
     ENDPOINT,
@@ -15,12 +18,14 @@ from dualpath.cli.settings import (
 )
 from dualpath.cli.signals import sigterm_as_interrupt, watch_until_stopped
 from dualpath.core.errors import ConfigError
-from dualpath.core.extras import require_packages
+from dualpath.core.extras import not_installed, require_packages
 from dualpath.core.settings import Given, Origin
 from dualpath.launch.settings import LocalClusterSettings
 
 if TYPE_CHECKING:
     from dualpath.launch.executor import Unit
+    from dualpath.router.settings import RouterSettings
+    from dualpath.vllm.front_end_settings import FrontEndSettings
 
 PARTS = (Part(CLUSTER, positional=("model",)),)
 
@@ -62,18 +67,20 @@ def cluster_settings(args: argparse.Namespace) -> LocalClusterSettings:
     found = layers(args)
     settings = found.settings(CLUSTER, LocalClusterSettings)
     _refuse_overridden(found, settings)
-    _check_router(settings)
+    _router_settings(settings)
     return settings
 
 
-def _check_router(settings: LocalClusterSettings) -> None:
+def _router_settings(
+    settings: LocalClusterSettings,
+) -> "tuple[RouterSettings, FrontEndSettings]":
     """Read the router's settings as its own command will; raises ``ConfigError``."""
     from dualpath.cli import router
     from dualpath.launch.commands import router_command
 
     parser = argparse.ArgumentParser()
     router.add_parser(parser.add_subparsers())
-    router.checked_layers(parser.parse_args(router_command(settings, settings.port, 0)))
+    return router.settings_of(parser.parse_args(router_command(settings, settings.port, 0)))
 
 
 def _refuse_overridden(found: Configuration, settings: LocalClusterSettings) -> None:
@@ -99,10 +106,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _print_commands(settings)
 
-    from dualpath.transport.nixl import nixl_package
+    from dualpath.launch.start_checks import needed_packages
 
-    moves = [nixl_package()] if settings.mode.moves_bytes else []
-    require_packages("vllm", *moves, *(["ray"] if settings.executor == "ray" else []))
+    require_packages(*needed_packages(settings))
     from dualpath.launch.local_cluster import LocalCluster
 
     with sigterm_as_interrupt():
@@ -134,6 +140,8 @@ def _print_commands(settings: LocalClusterSettings) -> int:
     from dualpath.launch.start_checks import check_start
 
     check_start(settings)
+    _report_missing_packages(settings)
+    _check_vllm_args(settings)
     on_ray = settings.executor == "ray"
     plan = DevicePlan(settings, () if on_ray else usable_devices(settings.devices))
     on_cpus = has_cpu_build() if on_ray else plan.on_cpus
@@ -164,6 +172,34 @@ def _print_commands(settings: LocalClusterSettings) -> int:
             environment = "".join(f"{name}={value} " for name, value in own.items())
             print(f"{environment}python -m {module} {shlex.join(command)}")
     return 0
+
+
+def _report_missing_packages(settings: LocalClusterSettings) -> None:
+    """Report what a start lacks here; the commands may be for other machines."""
+    from dualpath.launch.start_checks import needed_packages
+
+    try:
+        require_packages(*needed_packages(settings))
+    except ModuleNotFoundError as error:
+        print_progress(f"a start on this machine needs {not_installed(error)}")
+
+
+def _check_vllm_args(settings: LocalClusterSettings) -> None:
+    """Let vLLM's parser read ``--vllm-args``, as the router does; raises ``ConfigError``.
+
+    Engines get the same arguments.  Imports vLLM, so only where there are any.
+    """
+    if not settings.vllm_args or importlib.util.find_spec("vllm") is None:
+        return
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout has the commands
+    try:
+        from dualpath.vllm.engine_config import parse_front_end_arguments
+
+        parse_front_end_arguments(_router_settings(settings)[1])
+    except ConfigError:
+        raise
+    except Exception as error:  # such as a build for GPUs on a machine without one
+        print_progress(f"--vllm-args are not checked: vLLM cannot be used here ({error})")
 
 
 def _print_bundle(settings: LocalClusterSettings, unit: "Unit", on_cpus: bool) -> None:

@@ -164,12 +164,31 @@ class RegionAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: int = 0
 
 
+class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory of a process that other processes of the same machine can map.
+
+    ``process`` has it at ``base_address``, and has its memory file open as ``descriptor``; the last
+    page of the file begins with ``nonce``, by which whoever opens it recognises the file.
+    """
+
+    process: HostProcess
+    descriptor: Annotated[int, Meta(ge=0)]
+    base_address: Annotated[int, Meta(ge=1)]
+    size_bytes: Annotated[int, Meta(ge=1)]
+    nonce: bytes
+
+
+#: Maximum memory files of one agent, of which an engine has one.
+MAX_SHARED_MEMORIES = 16
+
+
 class AgentAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Wire form of ``transport.contract.AgentInfo``."""
 
     agent: Name
     metadata: bytes
     regions: tuple[RegionAddress, ...]
+    shared: Annotated[tuple[SharedMemory, ...], Meta(max_length=MAX_SHARED_MEMORIES)] = ()
 
 
 class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -168,7 +168,7 @@ class Failed(Message, frozen=True, tag=True):
 
 
 #: Incremented whenever a message changes its form or meaning; both ends must agree.
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 #: Length of a truncated key in ``CacheUpdate``, and how many keys one message has.
 CACHE_UPDATE_KEY_BYTES = 8
@@ -227,11 +227,9 @@ class Register(Message, frozen=True, tag=True):
 class Registered(Message, frozen=True, tag=True):
     """Answer to the ``Register`` with this ``registration``: the session of its envelope has begun.
 
-    ``peers`` are the engines of the other role.  ``enable_caching``: whether the engine caches
-    blocks in its DRAM buffer for later requests.
+    ``enable_caching``: whether the engine caches blocks in its DRAM buffer for later requests.
     """
 
-    peers: tuple[EngineAddress, ...]
     registration: int = 1
     enable_caching: bool = True
 
@@ -249,17 +247,28 @@ class Refused(Message, frozen=True, tag=True):
 
 
 class Ack(Message, frozen=True, tag=True):
-    """Heartbeat of the router; its envelope acknowledges the engine's messages."""
+    """Heartbeat of the router; its envelope acknowledges the engine's messages.
+
+    ``heartbeat_s`` is the interval of heartbeats of both ends from now on, None for
+    ``core.sessions.HEARTBEAT_S``: in large clusters the router asks for fewer of them.
+    """
+
+    heartbeat_s: float | None = None
 
 
 class PeerUp(Message, frozen=True, tag=True):
-    """An engine of the other role joined."""
+    """An engine of the other role with which this engine shares a request.
+
+    Sent before the first ``Assign`` of such a request in a session, so that no message grows with
+    the number of engines.  A DE needs to know which process may write to its buffer; the agents in
+    its message have no metadata.
+    """
 
     address: EngineAddress
 
 
 class PeerDown(Message, frozen=True, tag=True):
-    """An engine of the other role is lost; its transfers must be treated as failed.
+    """An engine that ``PeerUp`` has named is lost; its transfers must be treated as failed.
 
     ``certain``: its process is known to have ended and writes nothing more.
     """
@@ -359,7 +368,8 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``unfinished_requests`` seq_e, ``unfinished_tokens`` tok_e, ``read_queue_tokens`` the engine's
     part of its node's read_q, free HBM and free DRAM buffer in tokens; ``cached_buffer_tokens`` of
     the free buffer hold cached KV.  ``quarantined_buffer_tokens`` are not free, as a process of
-    unknown state may write to them.
+    unknown state may write to them.  ``unallocated_hbm_tokens``: what the counted requests will
+    take of a DE's free HBM that is not allocated to them yet.
     """
 
     unfinished_requests: int
@@ -369,6 +379,7 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     free_buffer_tokens: int
     cached_buffer_tokens: int = 0
     quarantined_buffer_tokens: int = 0
+    unallocated_hbm_tokens: int = 0
 
 
 class Report(Message, frozen=True, tag=True):

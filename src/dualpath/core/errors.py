@@ -10,7 +10,8 @@
     ├── TraceError             a workload trace is malformed
     ├── StorageError           external storage fails; a bad block is not an error, it ends a hit
     ├── TransportError         a transfer failed
-    │   └── PeerLostError          the other engine is gone
+    │   ├── PeerLostError          the other engine is gone
+    │   └── HitLostError           an engine has not got the hit behind which it was to compute
     ├── BufferTooSmallError    a buffer request that can never be granted
     ├── EngineLostError        an engine died or stopped reporting
     │   └── SchedulerLostError     the scheduler died; the state of its engines is unknown
@@ -80,6 +81,10 @@ class TransportError(DualPathError):
 
 class PeerLostError(TransportError):
     """The engine at the other end of a transfer is gone."""
+
+
+class HitLostError(TransportError):
+    """A DE could not load the whole hit behind which it was to compute the append."""
 
 
 class BufferTooSmallError(DualPathError):

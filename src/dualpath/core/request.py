@@ -37,8 +37,11 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The scheduler's view of one turn.
 
     ``prompt_tokens`` ≥ 1, of which ``hit_tokens`` ≤ ``prompt_tokens`` - 1 are stored;
-    ``max_new_tokens`` ≥ 1 bounds the decode.  ``cached`` has an engine at most once, with at most
-    the blocks of the hit; a stale entry costs a read, never a wrong byte.
+    ``max_new_tokens`` ≥ 1 bounds the decode.  ``cached`` has an engine at most once.  Blocks that
+    it has beyond the stored ones are hits for a request that is placed on this engine, and on no
+    other one.  A stale entry costs a read or a recomputation, never a wrong byte.
+    ``append_at_decode``: whether its DE may compute the tokens behind the hit, where the
+    scheduler's settings allow it.
     """
 
     request_id: str
@@ -46,3 +49,4 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hit_tokens: int
     max_new_tokens: int
     cached: tuple[CachedPrefix, ...] = ()
+    append_at_decode: bool = True

@@ -24,7 +24,7 @@ Two tables define the life of a session, one for each end.  ``engine.router_sess
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Generic, TypeVar
 
@@ -32,13 +32,18 @@ import msgspec
 
 from dualpath.core.control import Envelope, Message
 
-#: Interval of heartbeats of both ends; each heartbeat acknowledges received messages.
+#: Interval of heartbeats of both ends, unless ``Ack`` has another one; each heartbeat acknowledges
+#: received messages.
 HEARTBEAT_S = 0.5
+#: Heartbeats of all engines that a router takes, and sends, in a second: with more engines their
+#: interval grows, up to this part of the time after which a silent end is lost.
+MOST_HEARTBEATS_PER_S = 1000
+HEARTBEATS_PER_TIMEOUT = 4
 #: Resend an unacknowledged message after this time, when a message of the other end arrives.
 RESEND_AFTER_S = 0.5
 #: Messages resent at a time; their acknowledgement triggers the next ones.
 MAX_RESENT_AT_ONCE = 64
-#: A live router sends something every ``HEARTBEAT_S``; after this time of silence it is lost.
+#: A live router sends a heartbeat at least every 2.5 s; after this time of silence it is lost.
 ROUTER_TIMEOUT_S = 10.0
 #: Interval between two ``Register`` messages, and the time after which a registration without an
 #: answer is abandoned.
@@ -172,7 +177,7 @@ class Action(StrEnum):
 
     # at the engine
     REGISTER = "begins a registration, sends `Register` every 0.25 s"
-    BEGIN_SESSION = "begins the session, connects to peers"
+    BEGIN_SESSION = "begins the session"
     END_SESSION = (
         "ends the session: drops requests that do not decode yet, quarantines in-doubt slots"
     )
@@ -182,8 +187,8 @@ class Action(StrEnum):
     CHECK_GROUP = "checks whether its group is complete, else answers `Refused` with missing ranks"
     OPEN_SESSION = "opens a session, sends `Registered`"
     RESEND_REGISTERED = "resends `Registered`"
-    ADD_ENGINE = "adds it to the cluster, sends `PeerUp` to peers"
-    REMOVE_ENGINE = "fails its attempts, sends `PeerDown` to peers"
+    ADD_ENGINE = "adds it to the cluster"
+    REMOVE_ENGINE = "fails its attempts, sends `PeerDown` to the peers that know it"
     REPORT_LOST = "reports it as lost, and the ranks that leave with it"
     CONFIRM_DEAD = "releases the slots that its process could have written to"
     REQUEST_REREGISTER = "answers `Refused` with `reregister`"
@@ -201,6 +206,15 @@ class Transition(msgspec.Struct, Generic[State], frozen=True):
     event: Event
     next_state: State
     actions: tuple[Action, ...] = ()
+
+
+def heartbeat_s(engines: int, timeout_s: float) -> float:
+    """Return the interval of heartbeats in a cluster of so many engines, in seconds.
+
+    ``timeout_s`` is the time after which the router declares a silent engine lost.
+    """
+    longest_s = min(timeout_s, ROUTER_TIMEOUT_S) / HEARTBEATS_PER_TIMEOUT
+    return max(HEARTBEAT_S, min(engines / MOST_HEARTBEATS_PER_S, longest_s))
 
 
 def _engine_transitions() -> Sequence[Transition[EngineSideState]]:
@@ -286,10 +300,19 @@ ROUTER_TABLE = _router_transitions()
 
 
 class StateMachine(Generic[State]):
-    """The state machine of one end of a session; an event without a transition changes nothing."""
+    """The state machine of one end of a session; an event without a transition changes nothing.
 
-    def __init__(self, table: Sequence[Transition[State]], start: State) -> None:
+    ``changed`` is called when the state has changed, before the actions of the transition.
+    """
+
+    def __init__(
+        self,
+        table: Sequence[Transition[State]],
+        start: State,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
         self.state = start
+        self._changed = changed
         self._rows = {(row.state, row.event): row for row in table}
 
     def on(self, event: Event) -> tuple[Action, ...]:
@@ -297,5 +320,7 @@ class StateMachine(Generic[State]):
         row = self._rows.get((self.state, event))
         if row is None:
             return ()
-        self.state = row.next_state
+        before, self.state = self.state, row.next_state
+        if self.state is not before:
+            self._changed()
         return row.actions

@@ -38,15 +38,19 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Travels with the DE's vLLM request: the prompt's KV is in these slots of its own buffer.
+    """Travels with the DE's vLLM request: KV of its first tokens is in slots of the DE's buffer.
 
-    ``tenant`` owns the blocks of the tokens to be generated.
+    These ``prompt_tokens`` are the whole prompt; or its hit, in full blocks, if the DE computes the
+    append: then ``hit_key_tail`` is the key of the last of them, which the DE compares with its own
+    chain before it trusts any of these blocks.  ``tenant`` owns the blocks of all tokens that
+    follow.
     """
 
     request_id: Name
     prompt_tokens: int
     slots: tuple[int, ...]
     tenant: TenantTag = ""
+    hit_key_tail: bytes = b""
 
 
 def to_transfer_params(value: PrefillTransfer | DecodeTransfer) -> dict[str, Any]:

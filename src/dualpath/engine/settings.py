@@ -170,6 +170,14 @@ SnicRate = Annotated[
     float,
     Setting("limit of an engine's storage reads, which emulates its NIC; 0 for none", ge=0),
 ]
+EngineTransport = Annotated[
+    Literal["auto", "nixl", "memory"],
+    Setting(
+        "transport of KV between engines; auto: shared memory between engines of one machine and "
+        "NIXL between machines; nixl: NIXL only; memory: shared memory only, for engines of one "
+        "machine without GPUs and without NIXL"
+    ),
+]
 NixlConfig = Annotated[
     dict[str, str],
     Setting(
@@ -181,7 +189,7 @@ NixlConfig = Annotated[
 
 
 #: UCX's setting of the network devices that it may use.
-_NET_DEVICES = "NET_DEVICES"
+NET_DEVICES = "NET_DEVICES"
 
 
 class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
@@ -268,6 +276,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
             "an active RDMA NIC"
         ),
     ] = "auto"
+    transport: EngineTransport = "auto"
     share_loads: Annotated[
         bool,
         Setting(
@@ -297,8 +306,8 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     net_devices: Annotated[
         tuple[str, ...],
         Setting(
-            "UCX's network device of each rank, such as mlx5_0:1,mlx5_1:1; empty: with several "
-            "ranks, the RDMA port nearest to the GPU of each",
+            "UCX's network device of each rank, such as mlx5_0:1,mlx5_1:1, of data-parallel ranks "
+            "of one server one after another; empty: the RDMA port nearest to the GPU of each",
             metavar="DEVICE,…",
         ),
     ] = ()
@@ -348,7 +357,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         device = self.net_devices[rank] if self.net_devices else nearest
         if not device:
             return self
-        config = {_NET_DEVICES: device, **self.nixl_engine_config}
+        config = {NET_DEVICES: device, **self.nixl_engine_config}
         return msgspec.structs.replace(self, nixl_engine_config=config)
 
     @property

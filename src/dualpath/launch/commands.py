@@ -94,6 +94,7 @@ def router_command(
         open_metrics=settings.open_metrics,
         dram_tier=settings.dram_tier,
         recompute_limit_s=settings.recompute_limit_s,
+        append_at_decode_tokens=settings.append_at_decode_tokens,
         front_ends=settings.front_ends,
         cluster_port=cluster_port,
     )
@@ -277,6 +278,8 @@ def engine_extra_config(
         extra["storage_key_file"] = str(Path(settings.storage_key_file).absolute())
     if settings.storage_protection != "auto":
         extra["storage_protection"] = settings.storage_protection
+    if settings.transport != "auto":
+        extra["transport"] = settings.transport
     if settings.nixl_engine_config:
         extra["nixl_engine_config"] = settings.nixl_engine_config
     if settings.trace_dir:

@@ -26,7 +26,7 @@ from dualpath.core.cluster import Role, UnitShape
 from dualpath.core.errors import ConfigError, DualPathError, EngineLostError
 from dualpath.core.settings import variable
 from dualpath.launch.commands import VLLM, Commands, DpRank, engine_id
-from dualpath.launch.devices import visible
+from dualpath.launch.devices import usable_devices, visible
 from dualpath.launch.executor import (
     ROUTER,
     STANDBY,
@@ -51,6 +51,7 @@ from dualpath.node.private_folder import log_folder
 from dualpath.node.secret_file import secret_variable
 from dualpath.router.api_keys import API_KEY_VARIABLE, ENGINE_KEY_VARIABLE, client_headers
 from dualpath.router.scheduler.role_calls import call_roles, open_connection
+from dualpath.transport.nic_pairing import local_nic_pairing
 from dualpath.vllm.engine_arguments import tls_arguments
 
 # ------------------------------------------------------------------------------------ cluster keys
@@ -63,7 +64,8 @@ from dualpath.vllm.engine_arguments import tls_arguments
 # operator must set the secret.
 
 #: UCX's TCP transport listens on every network device it may use; between processes of one
-#: machine the loopback device is enough.
+#: machine the loopback device is enough, unless their GPUs have RDMA ports: an engine then uses
+#: only the port nearest to its GPU.
 LOOPBACK_DEVICES = {"UCX_NET_DEVICES": "lo"}
 
 
@@ -76,8 +78,12 @@ class ClusterKeys:
         environment: Mapping[str, str] = os.environ,
         *,
         one_machine: bool = True,
+        paired_ports: bool = False,
     ) -> None:
-        """Read or generate the keys; raises ``ConfigError`` for several machines without secret."""
+        """Read or generate the keys; raises ``ConfigError`` for several machines without secret.
+
+        ``paired_ports``: the engines' GPUs have RDMA ports.
+        """
         secret = secret_variable(SECRET_VARIABLE, environment)
         if not secret and not one_machine:
             raise ConfigError(
@@ -88,7 +94,8 @@ class ClusterKeys:
         self._engine_key = new_secret()
         self._api_keys = settings.api_keys
         chosen = "UCX_NET_DEVICES" in environment or "NET_DEVICES" in settings.nixl_engine_config
-        self._devices = {} if chosen or not one_machine else LOOPBACK_DEVICES
+        loopback = one_machine and not chosen and not paired_ports
+        self._devices = LOOPBACK_DEVICES if loopback else {}
 
     def router_environment(self) -> dict[str, str]:
         """Return the router's variables, with the clients' API keys if there are any."""
@@ -330,7 +337,11 @@ class LocalCluster:
             lambda: self._status.roles(), self._units, self._shapes, settings.ranks, self.change
         )
         self._own_logs: str | None = None
-        self._keys = ClusterKeys(settings, one_machine=self._executor.one_machine)
+        self._keys = ClusterKeys(
+            settings,
+            one_machine=self._executor.one_machine,
+            paired_ports=bool(usable_devices(settings.devices) and local_nic_pairing()),
+        )
         self.control_port = 0
         self._status = ClusterStatus("", "", {})  # replaced by ``launch``
 
@@ -404,16 +415,11 @@ class LocalCluster:
             own = (tls.certificate_file, tls.key_file)
             return trusting_only(*own) if has_tls else None
 
-        context()  # Raises an error of the files before anything starts.
         self._cluster_port = claim_port(host) if self.settings.front_ends else 0
         self._status = ClusterStatus(
             http_url(reachable, self._port, tls=has_tls),
-            # The scheduler of several front ends has a server of its own, without TLS.
-            http_url(
-                reachable,
-                self._cluster_port or self._port,
-                tls=has_tls and not self._cluster_port,
-            ),
+            # The scheduler of several front ends has a server of its own.
+            http_url(reachable, self._cluster_port or self._port, tls=has_tls),
             client_headers(self.settings.api_keys),
             context,
         )

@@ -5,7 +5,10 @@ queue.  This process only supervises: a front end that exits loses its own strea
 while the others serve; the scheduler is restarted too, and front ends and engines reconnect to it.
 """
 
+import contextlib
+import fcntl
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -23,9 +26,9 @@ from dualpath.core.addresses import HostPort, http_url, seen_from_here, tcp_endp
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import OTHER_VARIABLES, PREFIX, arguments, declared, variable
 from dualpath.launch.ports import claim_port, free_port
-from dualpath.launch.process import DRAIN_GUARD_S, Restarts, SpawnedProcess, Supervisor, local
+from dualpath.launch.process import DRAIN_GUARD_S, Restarts, SpawnedProcess, Supervisor
 from dualpath.node.sockets import resolved
-from dualpath.router.observe.metrics import SHARED_METRICS
+from dualpath.router.observe.metrics import SHARED_METRICS, metrics_writer
 from dualpath.router.setting_owners import FRONT_ENDS_OWN, SCHEDULERS_OWN
 from dualpath.router.settings import LinkSettings, RouterSettings, SchedulerAddress
 
@@ -33,6 +36,7 @@ SCHEDULER = "scheduler"
 #: Exit code of a command with invalid arguments or settings.
 EXIT_REFUSED = 2
 _POLL_S = 0.05
+_METRICS_PREFIX, _LOCK = "dualpath-metrics-", "lock"
 
 
 @contextmanager
@@ -65,12 +69,59 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     )
 
 
+class MetricsFolder:
+    """The folder in which front ends share their metrics: each answers scrapes for all.
+
+    A router that is killed leaves it.  The next one of this user removes it, as the lock in it
+    shows that no router uses it.
+    """
+
+    def __init__(self) -> None:
+        self._remove_unused()
+        self._folder = tempfile.TemporaryDirectory(prefix=_METRICS_PREFIX)
+        self.path = self._folder.name
+        new = os.path.join(self.path, "new")
+        self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Another router that starts now finds no lock, or one that is taken.
+        os.rename(new, os.path.join(self.path, _LOCK))
+
+    def cleanup(self) -> None:
+        """Remove the folder; idempotent."""
+        self._folder.cleanup()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    @staticmethod
+    def _remove_unused() -> None:
+        found: list[os.DirEntry[str]] = []
+        with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+            found = [entry for entry in entries if entry.name.startswith(_METRICS_PREFIX)]
+        for folder in found:
+            try:
+                if folder.stat(follow_symlinks=False).st_uid != os.geteuid():
+                    continue
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+                lock = os.open(os.path.join(folder.path, _LOCK), flags)
+            except OSError:  # not a folder of this kind, or removed meanwhile
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder.path, ignore_errors=True)
+            except BlockingIOError:
+                continue
+            finally:
+                os.close(lock)
+
+
 class ScaledRouter:
     """The processes of ``settings.front_ends`` > 0; a context manager that stops them.
 
     ``front_end`` returns the arguments after ``dualpath`` of a front end with these settings and
     this link.  ``adapters`` maps the adapters that clients may name to their paths.  Ports of 0 are
-    chosen once.  Exits and restarts are logged.
+    chosen once.  With a ``certificate`` and ``key`` the scheduler's own port speaks HTTPS.  Exits
+    and restarts are logged.
     """
 
     def __init__(
@@ -79,17 +130,27 @@ class ScaledRouter:
         host: str,
         front_end: Callable[[RouterSettings, LinkSettings], Sequence[str]],
         adapters: Mapping[str, str] = MappingProxyType({}),
+        *,
+        certificate: str = "",
+        key: str = "",
     ) -> None:
         settings = _with_ports(settings, host)
         self.control_address = tcp_endpoint(settings.control_host, settings.control_port)
-        self.cluster_url = http_url(seen_from_here(host), settings.cluster_port)
-        #: Shared by front ends: each one answers scrapes for all, including previous processes.
-        self._metrics = tempfile.TemporaryDirectory(prefix="dualpath-metrics-")
+        self.cluster_url = http_url(
+            seen_from_here(host), settings.cluster_port, tls=bool(certificate)
+        )
+        self._metrics = MetricsFolder()
         self._environment = _environment(settings, os.environ)
         self._commands: dict[str, Sequence[str]] = {}
-        self._commands[SCHEDULER] = scheduler_command(settings, host, adapters)
+        #: Names of front ends at the scheduler, by the names of their processes.
+        self._front_ends: dict[str, str] = {}
+        address = SchedulerAddress(
+            host, settings.cluster_port, certificate, key, lora_modules=dict(adapters)
+        )
+        self._commands[SCHEDULER] = scheduler_command(settings, address)
         for index in range(settings.front_ends):
             link = _link(settings, index)
+            self._front_ends[f"front-end-{index}"] = link.front_end_name
             own = _without(settings, (*SCHEDULERS_OWN, "api_keys"))
             self._commands[f"front-end-{index}"] = front_end(own, link)
         self._supervisor = Supervisor()
@@ -138,21 +199,19 @@ class ScaledRouter:
     def _start(self, name: str) -> None:
         is_front_end = name != SCHEDULER
         if is_front_end and self._starts[name]:
-            # Its counters remain; its gauges of running requests are removed.
-            old = local(self._supervisor.process(name))
-            mark_process_dead(old.pid, self._metrics.name)  # type: ignore[no-untyped-call]
+            # Its counters remain and go on; its gauges of running requests are removed.
+            mark_process_dead(  # type: ignore[no-untyped-call]
+                metrics_writer(self._front_ends[name]), self._metrics.path
+            )
         self._starts[name] += 1
         command = (sys.executable, "-m", "dualpath.cli.main", *self._commands[name])
-        shared = {SHARED_METRICS: self._metrics.name} if is_front_end else {}
+        shared = {SHARED_METRICS: self._metrics.path} if is_front_end else {}
         process = SpawnedProcess(name, command, None, {**self._environment, **shared})
         self._supervisor.add(process, ends_last=not is_front_end)
 
 
-def scheduler_command(
-    settings: RouterSettings, host: str, adapters: Mapping[str, str]
-) -> list[str]:
+def scheduler_command(settings: RouterSettings, address: SchedulerAddress) -> list[str]:
     """Return the arguments after ``dualpath`` of the scheduler."""
-    address = SchedulerAddress(host, settings.cluster_port, dict(adapters))
     own = _without(settings, (*FRONT_ENDS_OWN, "api_keys"))
     return [SCHEDULER, *arguments(address), *arguments(own)]
 

@@ -15,6 +15,7 @@ from dualpath.engine.settings import (
     DramBytes,
     DramDir,
     EngineMode,
+    EngineTransport,
     LayerBuffers,
     NamespaceQuota,
     NixlConfig,
@@ -32,6 +33,7 @@ from dualpath.router.settings import (
     AllowedHosts,
     AlphaTokens,
     ApiKeys,
+    AppendAtDecode,
     BetaTokens,
     DramTier,
     EventLog,
@@ -120,6 +122,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     storage_namespace_quota: NamespaceQuota = 0
     storage_tenant_quota: TenantQuota = 0
     storage_ttl: StorageTtl = 0.0
+    transport: EngineTransport = "auto"
     nixl_engine_config: NixlConfig = msgspec.field(default_factory=dict)
     compute_quota_s: ComputeQuota = 0.3
     quota_flops_per_s: QuotaFlops = 0.0
@@ -127,6 +130,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     alpha_tokens: AlphaTokens = None
     beta_tokens: BetaTokens = None
     recompute_limit_s: RecomputeLimit = 0.0
+    append_at_decode_tokens: AppendAtDecode = 0
     served_model_names: ServedNames = ()
     enforce_eager: Annotated[
         bool | None,

@@ -15,11 +15,14 @@ from dualpath.core.errors import ConfigError
 from dualpath.engine.control.surroundings import storage_keys
 from dualpath.engine.settings import PROFILE_AUTO, PROFILE_OFF, EngineSettings
 from dualpath.launch.commands import engine_extra_config, engine_id
+from dualpath.launch.ports import claim_port
 from dualpath.launch.settings import LocalClusterSettings
+from dualpath.node.certificates import trusting_only
 from dualpath.node.home import with_home
 from dualpath.node.output_files import not_creatable, not_writable
 from dualpath.storage.factory import check_location, directory_of
-from dualpath.vllm.engine_arguments import engine_settings
+from dualpath.transport.nixl import nixl_package
+from dualpath.vllm.engine_arguments import engine_settings, tls_arguments
 from dualpath.vllm.pass_costs import read_profile
 
 #: vLLM's attention kernels need a block size that is a multiple of this; some need more.
@@ -48,6 +51,7 @@ def check_start(
     if settings.executor == "local":
         check_storage(settings.storage)
         _check_adapters(settings.lora_modules)
+    _check_address(settings)
 
 
 def check_storage(storage: str) -> None:
@@ -61,6 +65,20 @@ def check_storage(storage: str) -> None:
             f"storage {str(path)!r} cannot be written ({reason}); give a writable directory with "
             "--storage"
         )
+
+
+def needed_packages(settings: LocalClusterSettings) -> tuple[str, ...]:
+    """Return the optional packages without which a start fails."""
+    moves = [nixl_package()] if settings.mode.moves_bytes else []
+    return ("vllm", *moves, *(["ray"] if settings.executor == "ray" else []))
+
+
+def _check_address(settings: LocalClusterSettings) -> None:
+    """Refuse a taken port, and a certificate or key that cannot be used."""
+    claim_port(settings.host, settings.port)
+    tls = tls_arguments(settings.vllm_args)
+    if tls.certificate_file:
+        trusting_only(tls.certificate_file, tls.key_file)
 
 
 def _check_engine(

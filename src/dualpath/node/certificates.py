@@ -1,4 +1,4 @@
-"""TLS contexts of this project's clients: which certificates of servers they accept."""
+"""TLS contexts: which certificates clients accept, and which one a server shows."""
 
 import ssl
 from typing import Annotated
@@ -13,6 +13,41 @@ CaFile = Annotated[
         metavar="FILE",
     ),
 ]
+
+
+CertFile = Annotated[
+    str,
+    Setting("PEM file of the HTTP server's certificate; empty: plain HTTP", metavar="FILE"),
+]
+KeyFile = Annotated[
+    str,
+    Setting("PEM file of the certificate's key; empty: it is in ssl_certfile", metavar="FILE"),
+]
+
+
+def serving(certificate_file: str, key_file: str) -> ssl.SSLContext | None:
+    """Return the context of a server with a certificate, None for plain HTTP without one.
+
+    The arguments are the settings ``ssl_certfile`` and ``ssl_keyfile``.  Raises ``ConfigError`` for
+    a key without a certificate, and for files that cannot be used.
+    """
+    if not certificate_file:
+        if key_file:
+            raise ConfigError(
+                f"{{ssl_keyfile}} is {key_file!r} and there is no {{ssl_certfile}}; give both, or "
+                "none for plain HTTP"
+            )
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # An empty password: a key with one is an error, not a question at the terminal.
+        context.load_cert_chain(certificate_file, key_file or None, password="")
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"{{ssl_certfile}} is {certificate_file!r} and {{ssl_keyfile}} {key_file!r}: "
+            f"{error.strerror or error}; give a PEM certificate and its key, without a password"
+        ) from error
+    return context
 
 
 def trusting(ca_file: str, setting: str = "ca_file") -> ssl.SSLContext:

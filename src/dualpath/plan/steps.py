@@ -28,6 +28,9 @@ computes are sent to the DE in all layers, as the DE stores them.
 
 New KV is written to storage in Full Blocks: the prompt's from the DE buffer, a generated block,
 once it is full, from a staging slot in the DE's DRAM.
+
+Beyond the paper a DE may compute the tokens behind a hit itself.  Then only 1-2 and 6-7 of the DE
+path are left, for the hit, and full blocks of the append leave HBM as generated ones do.
 """
 
 from collections.abc import Iterator, Sequence
@@ -298,3 +301,14 @@ def whole_plan(
         first += count
     yield from decode_steps(layout)
     yield from persist_steps(layout)
+
+
+def append_plan(hit: PromptLayout) -> Iterator[Step]:
+    """All steps of a hit until it is in the HBM of the DE that computes the tokens behind it.
+
+    ``hit`` is the layout of the hit alone: its tokens, in full blocks, and its runs at the DE.
+    Blocks that become full afterwards have the ``generated_steps``.
+    """
+    assert all(run.side is Role.DECODE for run in hit.hits), "a PE has no part in it"
+    yield from read_steps(hit)
+    yield from decode_steps(hit)

@@ -5,6 +5,10 @@ request is *held* from its placement until its other engine is known, *assigned*
 then is the engine notified.  An assigned request is *uncounted* until a report of the engine counts
 it in.
 
+*HBM of a DE* is booked for a request's whole length from its assignment on: by the ledger until a
+report counts the request, by the report (``Load.unallocated_hbm_tokens``) until the engine has
+allocated HBM for it.  From then on the engine's own free HBM shows it, until the request ends.
+
 Accounts are stored per group as columns of plain integers, one list or array per column, rows in
 ``EngineSpec.order``, so that the kernels of ``prefill`` and ``decode`` read them as they are and
 the first minimum is the one of lowest order.  Here they are lists, which Python reads faster than
@@ -35,8 +39,9 @@ Accounts = list[list[int]] | IntArray
 
 #: Columns.  Unfinished tokens and requests (tok_e and seq_e), remaining HBM, which is negative when
 #: a report came in below what was assigned since, and the engine's part of its node's reading
-#: queue; of these what is held, and what is assigned and uncounted; the engine's node; of a PE the
-#: tokens of its assigned requests that are no hits and not computed yet, which no report knows.
+#: queue; of these what is held, and what is assigned and uncounted; the engine's node; the tokens
+#: that it has to compute: at a PE those of its assigned requests that are no hits and not computed
+#: yet, at a DE those of the appends that it computes itself.  No report knows them.
 (
     TOK,
     SEQ,
@@ -109,7 +114,7 @@ def strike(accounts: Accounts, row: int, tokens: int) -> None:
 
 
 def charge_computing(accounts: Accounts, row: int, tokens: int) -> None:
-    """Charge so many tokens (or, below 0, strike them) that a PE has to compute."""
+    """Charge so many tokens (or, below 0, strike them) that an engine has to compute."""
     accounts[COMPUTING][row] += tokens
 
 
@@ -175,6 +180,7 @@ def take_report(
     unfinished_tokens: int,
     read_queue_tokens: int,
     free_hbm_tokens: int,
+    unallocated_hbm_tokens: int,
 ) -> None:
     """Take over a report, once the uncounted columns have only what is not in it."""
     more_tokens = accounts[UNCOUNTED_TOKENS][row] + accounts[HELD_TOKENS][row]
@@ -183,7 +189,7 @@ def take_report(
     node_reads[accounts[NODE][row]] += reads - accounts[READS][row]
     accounts[TOK][row] = unfinished_tokens + more_tokens
     accounts[SEQ][row] = unfinished_requests + more_requests
-    accounts[FREE_HBM][row] = free_hbm_tokens - more_tokens
+    accounts[FREE_HBM][row] = free_hbm_tokens - unallocated_hbm_tokens - more_tokens
     accounts[READS][row] = reads
 
 
@@ -246,11 +252,6 @@ class Taking(NamedTuple):
     engines: Sequence["EngineAccount"]
     columns: Sequence[list[int]]
 
-    @property
-    def largest_hbm_tokens(self) -> int:
-        """What the largest of them holds in all, 0 without any."""
-        return max((engine.spec.hbm_tokens for engine in self.engines), default=0)
-
 
 class GroupState:
     """The engines of one group in order, and their accounts as columns; owned by the ledger."""
@@ -262,6 +263,9 @@ class GroupState:
         self.columns: list[list[int]] = [[] for _ in range(ACCOUNT_COLUMNS)]
         self.largest_hbm_tokens = 0
         self._taking: tuple[EngineAccount, ...] | None = None
+        self._taking_tokens: int | None = None
+        #: The HBM of the largest engine that gets requests.
+        self.largest_taking_hbm_tokens = 0
 
     def taking(self) -> "Taking":
         """Return the engines that get requests, and their accounts; a rule reads no others."""
@@ -270,10 +274,22 @@ class GroupState:
         rows = [engine.row for engine in self._taking]
         return Taking(self._taking, [[column[row] for row in rows] for column in self.columns])
 
+    def taking_tokens(self) -> int:
+        """Return the unfinished tokens of the engines that get requests; added up once a change."""
+        if self._taking_tokens is None:
+            self._taking_tokens = sum(self.taking().columns[TOK])
+        return self._taking_tokens
+
+    def changed(self) -> None:
+        """An engine's unfinished tokens have changed."""
+        self._taking_tokens = None
+
     def note_pauses(self) -> None:
         """Take down which engines are paused now."""
         taking = tuple(engine for engine in self.engines if not engine.paused)
         self._taking = None if len(taking) == len(self.engines) else taking
+        self.largest_taking_hbm_tokens = max((e.spec.hbm_tokens for e in taking), default=0)
+        self.changed()
 
     def add(self, spec: EngineSpec, node_row: int) -> EngineAccount:
         """Open an account, empty, in its row."""
@@ -380,6 +396,7 @@ class Ledger:
         _check_load(report.engine_id, load)
         if not engine.counted.isdisjoint(report.uncounted):
             return
+        self.groups[engine.spec.group].changed()
         engine.count_in(report.uncounted)
         take_report(
             engine.columns,
@@ -389,12 +406,14 @@ class Ledger:
             load.unfinished_tokens,
             load.read_queue_tokens,
             load.free_hbm_tokens,
+            load.unallocated_hbm_tokens,
         )
 
     def hold(self, engine_id: str, request_id: str, tokens: int) -> None:
         """Charge a request to an engine that does not know of it yet."""
         engine = self.engines[engine_id]
         engine.held[request_id] = tokens
+        self.groups[engine.spec.group].changed()
         hold(engine.columns, engine.row, tokens)
 
     def assign(self, engine_id: str, request_id: str, more_tokens: int = 0) -> None:
@@ -404,6 +423,7 @@ class Ledger:
         """
         engine = self.engines[engine_id]
         tokens = engine.held.pop(request_id)
+        self.groups[engine.spec.group].changed()
         assign(engine.columns, engine.row, tokens, more_tokens)
         engine.uncounted[request_id] = tokens + more_tokens
 
@@ -415,6 +435,7 @@ class Ledger:
             engine.uncounted[request_id] += tokens
             reads = engine.uncounted_reads
             reads[request_id] = reads.get(request_id, 0) + read_tokens
+        self.groups[engine.spec.group].changed()
         change(
             engine.columns,
             self.node_read_q,
@@ -426,7 +447,7 @@ class Ledger:
         )
 
     def charge_computing(self, engine_id: str, tokens: int) -> None:
-        """Charge a PE with tokens to compute, or strike them; a lost engine has no account."""
+        """Charge tokens to compute, or strike them; a lost engine has no account."""
         engine = self.engines.get(engine_id)
         if engine is not None:
             charge_computing(engine.columns, engine.row, tokens)
@@ -449,6 +470,7 @@ class Ledger:
         engine = self.engines.get(engine_id)
         if engine is None:
             return
+        self.groups[engine.spec.group].changed()
         if request_id in engine.uncounted:
             strike(engine.columns, engine.row, engine.uncounted.pop(request_id))
         elif request_id in engine.held:

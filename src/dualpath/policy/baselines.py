@@ -45,6 +45,13 @@ class InTurnPlacer:
         """Take back all requests, with ``requests``; the next fetch deals them again."""
         self._queues.requeue(requests)
 
+    def may_place(self, group: str) -> bool:
+        """Whether a request waits to be dealt, or for an engine of this group."""
+        if self._queues.common:
+            return True
+        engines = self._ledger.groups[group].engines
+        return any(self._queues.private(engine.spec.engine_id) for engine in engines)
+
     def fetch(self, group: str) -> list[LiveRequest]:
         """Deal all requests to engines, then place those of the engines of ``group``."""
         for live in list(self._queues.common.values()):

@@ -18,7 +18,7 @@ Left open by the paper, decided here:
   order (groups: the one that joined first).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import numpy as np
@@ -33,7 +33,6 @@ from dualpath.policy.accounts import (
     IntArray,
     Ledger,
     Table,
-    Taking,
 )
 from dualpath.policy.events import DE_HIGH_TOKEN, DE_KEPT, DE_LOW_TOKEN, DE_REASONS
 from dualpath.policy.placement import (
@@ -171,6 +170,10 @@ class TwoPhaseDecodePlacer:
         self._queues.requeue(requests)
         self._private_tokens.clear()
 
+    def may_place(self, group: str) -> bool:
+        """Whether a request waits for any group or for this one."""
+        return bool(self._queues.common) or bool(self._queues.private(group))
+
     def fetch(self, group: str) -> list[LiveRequest]:
         """Run both phases for one group."""
         if self._queues.common:
@@ -180,18 +183,14 @@ class TwoPhaseDecodePlacer:
     def _drain_global_queue(self) -> None:
         groups = self._ledger.groups_of(Role.DECODE)
         private = self._private_tokens
-        taking = [group.taking() for group in groups]
-        totals = [
-            sum(t.columns[TOK]) + private.get(g.name, 0)
-            for g, t in zip(groups, taking, strict=True)
-        ]
-        largest = [t.largest_hbm_tokens for t in taking]
+        totals = [group.taking_tokens() + private.get(group.name, 0) for group in groups]
+        largest = [group.largest_taking_hbm_tokens for group in groups]
         for live in list(self._queues.common.values()):
             row = choose_group(totals, largest, live.decode_tokens)
             if row < 0:
                 continue
             if live.cached_tokens:
-                cached = [_most_cached(live, group) for group in taking]
+                cached = self._most_cached(live, groups)
                 row = choose_caching_group(totals, largest, live.decode_tokens, cached, row)
             totals[row] += live.decode_tokens
             name = groups[row].name
@@ -221,13 +220,17 @@ class TwoPhaseDecodePlacer:
             live.place(Role.DECODE, engine_id, DE_REASONS[reason])
         return placed
 
+    def _most_cached(self, live: LiveRequest, groups: Sequence[GroupState]) -> list[int]:
+        """Return the most tokens that an engine of each group caches and gets requests."""
+        most = dict.fromkeys((group.name for group in groups), 0)
+        for engine_id, tokens in live.cached_tokens.items():
+            engine = self._ledger.engines.get(engine_id)
+            if engine is not None and not engine.paused and engine.spec.group in most:
+                most[engine.spec.group] = max(most[engine.spec.group], tokens)
+        return list(most.values())
+
     def _take(self, request_id: str) -> None:
         queue = self._queues.queue_of(request_id)
         live = self._queues.take(request_id)
         if queue is not None and live is not None:
             self._private_tokens[queue] -= live.decode_tokens
-
-
-def _most_cached(live: LiveRequest, taking: Taking) -> int:
-    cached = live.cached_tokens
-    return max((cached.get(engine.spec.engine_id, 0) for engine in taking.engines), default=0)

@@ -26,11 +26,12 @@ UNLIMITED_TOKENS = 1 << 60
 
 #: Why a request got its PE: category C2 or C3 of Algorithm 1, or round robin; its DE: phase 2 or
 #: round robin; either: the blocks that the engine caches (``policy.placement``).
-PE_REASONS = ("short-queue", "long-queue", "round-robin", "kept")
+#: The last reason of a PE: there is none, the DE computes the append.
+PE_REASONS = ("short-queue", "long-queue", "round-robin", "kept", "append-at-decode")
 DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept")
 
 #: Their places, as kernels return them.
-PE_SHORT_QUEUE, PE_LONG_QUEUE, PE_IN_TURN, PE_KEPT = range(len(PE_REASONS))
+PE_SHORT_QUEUE, PE_LONG_QUEUE, PE_IN_TURN, PE_KEPT, PE_APPEND = range(len(PE_REASONS))
 DE_LOW_TOKEN, DE_HIGH_TOKEN, DE_IN_TURN, DE_KEPT = range(len(DE_REASONS))
 
 
@@ -45,6 +46,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     at the DE, at most (the prompt always counts; 0 reserves the prompt alone);
     ``recompute_limit_s`` how long recomputing a hit may take if loading it takes longer, 0 to
     load all hits;
+    ``append_at_decode_tokens`` how many tokens behind a hit a DE may compute itself, 0 for none
+    (``policy.read_side``);
     ``balanced_baselines`` places Basic and Layerwise by token count instead of in turn.
     """
 
@@ -56,6 +59,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     generated_reserve_tokens: int = 256
     balanced_baselines: bool = False
     recompute_limit_s: float = 0.0
+    append_at_decode_tokens: int = 0
     computed_weight: float = TYPICAL_COMPUTED_WEIGHT
 
 
@@ -63,7 +67,8 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine as the scheduler sees it; ``order`` breaks ties and is unique.
 
     ``snic_tokens_per_s`` is the storage bandwidth of the engine's node; only ratios matter, so
-    that the default means equal storage NICs everywhere.
+    that the default means equal storage NICs everywhere.  ``lockstep``: it computes each layer
+    together with other engines, as the ranks of a data-parallel group do.
     """
 
     engine_id: str
@@ -73,6 +78,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: int
     hbm_tokens: int
     snic_tokens_per_s: float = 1.0
+    lockstep: bool = False
 
 
 class Charge(NamedTuple):
@@ -86,6 +92,8 @@ class Charge(NamedTuple):
 class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request's (PE, DE) pair and read side(s), each with its reason.
 
+    ``prefill_engine`` is None if the DE computes the prompt's tokens behind the hit itself: then
+    ``pe_reason`` is "append-at-decode" and all runs of ``reads`` are the DE's.
     ``reads`` is empty without hits and in Oracle mode.  Else its runs are in block order and cover
     the hit blocks exactly, but for the last ``recompute_tokens``, which are recomputed: what the DE
     caches in DRAM, what the PE caches behind it, and what is read, at the PE, at the DE,
@@ -94,11 +102,12 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``prefill_tokens`` and ``decode_tokens`` are what the request counts for in tok_e of either
     engine; the DE's figure is also what it takes of HBM.  ``prefill_read_tokens`` and
     ``decode_read_tokens`` are what it counts for in the reading queues of their nodes, which is
-    what storage has to read.
+    what storage has to read.  The hit is ``unstored_tokens`` longer than ``Request.hit_tokens``:
+    these are in DRAM of the two engines and are not stored.
     """
 
     request_id: str
-    prefill_engine: str
+    prefill_engine: str | None
     decode_engine: str
     reads: tuple[HitRun, ...]
     pe_reason: str
@@ -109,10 +118,22 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_read_tokens: int = 0
     decode_read_tokens: int = 0
     recompute_tokens: int = 0
+    unstored_tokens: int = 0
+
+    @property
+    def sides(self) -> tuple[Role, ...]:
+        """The roles of its engines."""
+        return (Role.DECODE,) if self.prefill_engine is None else (Role.PREFILL, Role.DECODE)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Its engines, the PE first if it has one."""
+        return tuple(self.at(side).engine_id for side in self.sides)
 
     def at(self, side: Role) -> Charge:
-        """Return what it is at its engine of a role."""
+        """Return what it is at its engine of a role, one of ``sides``."""
         if side is Role.PREFILL:
+            assert self.prefill_engine is not None, "its DE computes the append"
             return Charge(self.prefill_engine, self.prefill_tokens, self.prefill_read_tokens)
         return Charge(self.decode_engine, self.decode_tokens, self.decode_read_tokens)
 
@@ -211,6 +232,8 @@ class Submitted(SchedulerEvent, frozen=True, tag="submit"):
 class Fetch(SchedulerEvent, frozen=True, tag="fetch"):
     """A group asks for requests; the effect: ``assignments`` of requests with both engines now.
 
+    And of those for which a DE is enough (``Assignment.prefill_engine``).
+
     Algorithm 1 for a PE group, phases 1 and 2 for a DE group (§6.1).  A group without a live
     engine gets nothing.
     """
@@ -240,7 +263,10 @@ class ReadsDone(SchedulerEvent, frozen=True, tag="read_done"):
 
 
 class PrefillEnded(SchedulerEvent, frozen=True, tag="prefill_done"):
-    """The PE has finished an assigned request; any other is ignored."""
+    """The prompt of an assigned request is computed; any other request is ignored.
+
+    The PE has finished it, or its DE if it has no PE.
+    """
 
     request_id: str
 

@@ -118,6 +118,9 @@ class Placer(Protocol):
     def discard(self, request_id: str) -> None:
         """Remove a waiting request; does nothing if it does not wait here."""
 
+    def may_place(self, group: str) -> bool:
+        """Whether ``fetch`` of a live group would do anything; False if nothing waits for it."""
+
     def fetch(self, group: str) -> list[LiveRequest]:
         """Place all that can be placed on the engines of ``group`` now, and charge the ledger."""
 

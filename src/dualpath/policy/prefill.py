@@ -113,6 +113,10 @@ class FifoPrefillPlacer:
         merged = sorted([*self._queue.values(), *requests], key=lambda live: live.number)
         self._queue = OrderedDict((live.request_id, live) for live in merged)
 
+    def may_place(self, group: str) -> bool:
+        """Whether a request waits; any group may take it."""
+        return bool(self._queue)
+
     def fetch(self, group: str) -> list[LiveRequest]:
         """Run Algorithm 1 for one group."""
         placed: list[LiveRequest] = []

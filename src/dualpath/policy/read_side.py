@@ -8,7 +8,9 @@ the storage NICs.
 
 *DRAM* (beyond the paper).  Hits that either engine caches in DRAM are not read.  Those that the DE
 caches come first, because they need not be sent there either; then those that the PE caches behind
-them.  The rule decides on the rest.
+them.  The rule decides on the rest.  What the two engines cache beyond the stored blocks, of which
+a write failed or which storage has evicted, makes the hit longer; a request on other engines
+computes it.
 
 *Recomputation* (beyond the paper).  A part of a hit is recomputed if that is faster.  A request is
 prefilled when its hits are in DRAM and its PE is free.  If r tokens are read per second behind q
@@ -29,6 +31,16 @@ recomputed tokens attend to all tokens before them.
 - Only DualPath and Split recompute.  Basic, Layerwise and Round robin are the baselines, and Oracle
   reads nothing.  If α or β is unlimited, or 0, it implies no rate: everything is loaded.
 
+*Append at the DE* (beyond the paper).  Where the whole hit is in the DE's DRAM, or the DE reads
+what is not, and few tokens follow it, the DE computes them itself: no PE loads the hit and sends
+it nothing.  vLLM computes them beside the next step of the DE's requests, which then takes longer.
+So the DE does that if the request's time at its PE, the tokens that the PE computes before it and
+its own, is no shorter than the time that its DE takes: the appends before it, and its own tokens
+once for each other request of the DE, all of which wait for them.  Times are in tokens to compute.
+A request that has a DE and no PE yet, because all PEs are overloaded, is compared with the PE that
+has the fewest tokens to compute, if the DE caches its whole hit.  DEs that compute in lock step
+compute no append, as the whole group would wait; Basic, Layerwise, Round robin and Oracle neither.
+
 A new rule is a constant here, the mode that uses it in ``RULES``, a branch of ``read_tokens`` and
 its reason: the live scheduler and both cores of the simulator call ``read_tokens``, the compiled
 one as it stands.  A new input from engines is a field of ``core.control.Load``, which the engine's
@@ -43,7 +55,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.policy.accounts import COMPUTING, NODE, Ledger
+from dualpath.policy.accounts import COMPUTING, NODE, SEQ, Ledger
 from dualpath.policy.baselines import SidesInTurn
 from dualpath.policy.events import (
     ALPHA_S,
@@ -287,21 +299,56 @@ def recompute_tokens(
     return unread_tokens - loaded
 
 
+# ------------------------------------------------------------------------ append at the DE
+
+
+def appends_at_decode(
+    limit_tokens: int,
+    append_tokens: int,
+    prefill_computing_tokens: int,
+    decode_computing_tokens: int,
+    other_requests: int,
+) -> bool:
+    """Return whether a DE computes ``append_tokens`` behind a hit; ``limit_tokens`` 0: never.
+
+    ``*_computing_tokens`` are those that the PE and the DE compute before it, ``other_requests``
+    those of the DE, which wait for the append.
+    """
+    if append_tokens > limit_tokens:
+        return False
+    at_prefill = prefill_computing_tokens + append_tokens
+    return at_prefill >= decode_computing_tokens + append_tokens * other_requests
+
+
 # ------------------------------------------------------------------------ both, with the ledger
 
 
+def tokens_of(blocks: int, hit_tokens: int, block_tokens: int) -> int:
+    """Return how many hit tokens a prompt's first ``blocks`` are, cached blocks or stored ones.
+
+    ``hit_tokens`` are stored; the last of their blocks may be hit in part.
+    """
+    if blocks <= holding_blocks(hit_tokens, block_tokens):
+        return min(blocks * block_tokens, hit_tokens)
+    return blocks * block_tokens
+
+
 class HitSource(NamedTuple):
-    """The runs of a hit and the reason; its last ``recompute_tokens`` are in none of them."""
+    """The runs of a hit and the reason; its last ``recompute_tokens`` are in none of them.
+
+    ``unstored_tokens`` at its end are in DRAM only; the hit has either these or recomputed tokens.
+    """
 
     runs: tuple[HitRun, ...]
     reason: str
     recompute_tokens: int
+    unstored_tokens: int
 
     def recomputing_more(self, tokens: int) -> "HitSource":
         """Return the source of a hit that is longer by ``tokens``, which are recomputed."""
         recomputed = self.recompute_tokens + tokens
         reason = READ_REASONS[RECOMPUTE] if recomputed else self.reason
-        return HitSource(self.runs, reason, recomputed)
+        return self._replace(reason=reason, recompute_tokens=recomputed)
 
 
 class HitSources:
@@ -317,28 +364,77 @@ class HitSources:
         self._sides = SidesInTurn()
 
     def cached_tokens(self, request: Request) -> dict[str, int]:
-        """Return the part of a hit that joined engines cache and the mode can use, by engine."""
+        """Return the tokens that joined engines cache and the mode can use, by engine.
+
+        They may be more than are stored.
+        """
         if self._rule == NO_READS or not request.cached:
             return {}
         engines = self._ledger.engines
+        block_tokens = self.settings.block_tokens
         return {
-            prefix.engine_id: min(prefix.blocks * self.settings.block_tokens, request.hit_tokens)
+            prefix.engine_id: tokens_of(prefix.blocks, request.hit_tokens, block_tokens)
             for prefix in request.cached
             if (engine := engines.get(prefix.engine_id)) is not None
             and (engine.spec.role is Role.PREFILL or self._rule != PE_READS)
         }
+
+    def append_at_decode(
+        self, request: Request, source: "HitSource | None", engines: Mapping[Role, str], cached: int
+    ) -> "HitSource | None":
+        """Return the source of a request's hit if its DE computes what follows it, else None.
+
+        ``engines`` are those that the ledger has it at, with or without a PE; ``source`` is the
+        plan for both of them, None without a PE; ``cached`` tokens of the hit are in the DE's DRAM.
+        """
+        settings = self.settings
+        if not (settings.append_at_decode_tokens and request.append_at_decode):
+            return None
+        decode = self._ledger.engines[engines[Role.DECODE]]
+        if decode.spec.lockstep or self._rule not in (SHORTER_QUEUE, BOTH_SIDES):
+            return None
+        if source is None:
+            if cached < request.hit_tokens:
+                return None
+            source = self.at_decode(request.hit_tokens, cached)
+            prefill = [one for one in self._ledger.ring(Role.PREFILL) if not one.paused]
+        else:
+            prefill = [self._ledger.engines[engines[Role.PREFILL]]]
+        hit_tokens = request.hit_tokens + source.unstored_tokens
+        at_prefill = any(run.side is Role.PREFILL for run in source.runs)
+        if not hit_tokens or at_prefill or source.recompute_tokens or not prefill:
+            return None
+        appends = appends_at_decode(
+            settings.append_at_decode_tokens,
+            request.prompt_tokens - hit_tokens,
+            min(engine.account(COMPUTING) for engine in prefill),
+            decode.account(COMPUTING),
+            decode.account(SEQ) - 1,
+        )
+        return source if appends else None
+
+    def at_decode(self, hit_tokens: int, cached_tokens: int) -> "HitSource":
+        """Return the source of a hit that its DE has cached up to a length, and reads behind it.
+
+        ``hit_tokens`` are stored; it may cache more.
+        """
+        unread, unstored = max(hit_tokens - cached_tokens, 0), max(cached_tokens - hit_tokens, 0)
+        runs = hit_runs(cached_tokens, 0, 0, unread, self.settings.block_tokens)
+        return HitSource(runs, READ_REASONS[BY_QUEUE if unread else KEPT], 0, unstored)
 
     def plan(
         self, hit_tokens: int, cached_tokens: Mapping[str, int], engines: Mapping[Role, str]
     ) -> HitSource:
         """Plan for a request that the ledger has at both of its ``engines``.
 
-        ``cached_tokens`` of the hit are in engines' DRAM, by engine.
+        ``hit_tokens`` are stored, ``cached_tokens`` are in engines' DRAM, by engine.
         """
         settings = self.settings
         prefill = self._reader(engines[Role.PREFILL], cached_tokens)
         decode = self._reader(engines[Role.DECODE], cached_tokens)
         cached = sum(cache_hit_tokens(self._rule, prefill.cached_tokens, decode.cached_tokens))
+        unstored = max(cached - hit_tokens, 0)
+        hit_tokens += unstored
         recomputed = recompute_tokens(
             self._rule,
             hit_tokens - cached,
@@ -358,7 +454,8 @@ class HitSources:
         runs, reason = choose_reads(
             self._rule, side, prefill, decode, hit_tokens, settings.block_tokens
         )
-        return HitSource(runs, READ_REASONS[RECOMPUTE] if recomputed else reason, recomputed)
+        reason = READ_REASONS[RECOMPUTE] if recomputed else reason
+        return HitSource(runs, reason, recomputed, unstored)
 
     def _reader(self, engine_id: str, cached_tokens: Mapping[str, int]) -> Reader:
         engine = self._ledger.engines[engine_id]

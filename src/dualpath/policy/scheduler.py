@@ -27,9 +27,14 @@ are recomputed (``policy.read_side``); len_r at the DE is its prompt and, at mos
 cache when it was submitted.  Until its DE has granted the slots, these may have been evicted: then
 the reads are planned again, as if the request had no read and no computation on its account yet.
 Its engines stay, and hits that were to be recomputed are.
+
+*Requests without a PE* (``policy.read_side``, append at the DE).  That a DE computes the append is
+decided when both engines are known, and then the PE is released; or when a DE is, while all PEs are
+overloaded.  Such a request holds a DE and needs nothing else, so that it finishes and there is no
+deadlock.  What its DE has evicted of the hit until the slots are granted, the DE reads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar, assert_never
 
 import msgspec
@@ -38,11 +43,13 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.policy.accounts import EngineLoad, Ledger, decode_tokens
+from dualpath.policy.accounts import EngineLoad, GroupState, Ledger, decode_tokens
 from dualpath.policy.baselines import InTurnPlacer
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import (
     NO_EFFECTS,
+    PE_APPEND,
+    PE_REASONS,
     UNLIMITED_TOKENS,
     Assignment,
     Effects,
@@ -64,7 +71,13 @@ from dualpath.policy.events import (
 )
 from dualpath.policy.placement import LiveRequest, Placer
 from dualpath.policy.prefill import FifoPrefillPlacer
-from dualpath.policy.read_side import HitSource, HitSources, more_weight, weight_tokens
+from dualpath.policy.read_side import (
+    HitSource,
+    HitSources,
+    more_weight,
+    tokens_of,
+    weight_tokens,
+)
 
 T = TypeVar("T")
 
@@ -136,16 +149,26 @@ class RequestScheduler:
         """Requests that are submitted and not assigned yet."""
         return self._unassigned
 
-    def fetching_groups(self, rounds: int) -> list[str]:
-        """Return the groups of live engines in the order in which they fetch, see ``fetch_order``.
+    def fetching_groups(
+        self, rounds: int, engine_ids: Collection[str] | None = None
+    ) -> Iterator[str]:
+        """Yield the groups that fetch, in order (``fetch_order``), apply the fetch of each first.
 
-        ``rounds`` counts the rounds of fetches before this one.
+        ``rounds`` counts the rounds of fetches before this one.  Groups that nothing waits for are
+        left out.  With ``engine_ids`` only the accounts of these engines have changed since all
+        groups have fetched: then no other group can place a request that it could not place
+        before, and only their groups fetch.
         """
-        prefill, decode = (
-            [group.name for group in self._ledger.groups_of(role)]
-            for role in (Role.PREFILL, Role.DECODE)
-        )
-        return fetch_order(prefill, decode, rounds % max(len(prefill), 1))
+        prefill, decode = (self._ledger.groups_of(role) for role in (Role.PREFILL, Role.DECODE))
+        groups: Iterable[GroupState]
+        if engine_ids is None:
+            groups = fetch_order(prefill, decode, rounds % max(len(prefill), 1))
+        else:
+            names = (self._ledger.engine(engine_id).spec.group for engine_id in engine_ids)
+            groups = [self._ledger.groups[name] for name in dict.fromkeys(names)]
+        for group in groups:
+            if self._placers[group.role].may_place(group.name):
+                yield group.name
 
     def queue_lengths(self) -> QueueLengths:
         """Return the lengths of the queues."""
@@ -206,11 +229,12 @@ class RequestScheduler:
                 "submit it under another id or cancel the first"
             )
         prompt, hit, new = request.prompt_tokens, request.hit_tokens, request.max_new_tokens
-        if prompt < 1 or not 0 <= hit < prompt or new < 1:
+        most_cached = max(live.cached_tokens.values(), default=0)
+        if prompt < 1 or not 0 <= hit < prompt or most_cached >= prompt or new < 1:
             raise BadRequestError(
-                f"request {request.request_id!r} has {prompt} prompt, {hit} hit and {new} new "
-                "tokens; it needs at least 1 prompt token, 0 ≤ hit < prompt and at least 1 new "
-                "token"
+                f"request {request.request_id!r} has {prompt} prompt, {hit} hit, {most_cached} "
+                f"cached and {new} new tokens; it needs at least 1 prompt token, 0 ≤ hit < prompt, "
+                "cached < prompt and at least 1 new token"
             )
         largest = self._ledger.largest_decode_hbm_tokens
         if largest and live.decode_tokens > largest:
@@ -231,14 +255,55 @@ class RequestScheduler:
                 self._decode_only.pop(live.request_id, None)
             elif Role.PREFILL not in live.engines:
                 self._decode_only[live.request_id] = live
-        assigned = [self._assign(live) for live in placed if len(live.engines) == 2]
+        assigned = [made for live in placed if (made := self._assign(live)) is not None]
         return Effects(tuple(assigned)) if assigned else NO_EFFECTS
 
-    def _assign(self, live: LiveRequest) -> Assignment:
-        """Charge a request to both of its engines and plan its reads."""
+    def _assign(self, live: LiveRequest) -> Assignment | None:
+        """Charge a request to its engines and plan its reads; None while it waits for one."""
         assert live.assignment is None, f"{live.request_id} is assigned already"
+        if Role.DECODE not in live.engines:
+            return None
+        source = None
+        if Role.PREFILL in live.engines:
+            source = self._sources.plan(live.request.hit_tokens, live.cached_tokens, live.engines)
+        at_decode = live.cached_tokens.get(live.engines[Role.DECODE], 0)
+        append = self._sources.append_at_decode(live.request, source, live.engines, at_decode)
+        if append is not None:
+            return self._assign_append(live, append)
+        return None if source is None else self._assign_pair(live, source)
+
+    def _assign_append(self, live: LiveRequest, source: HitSource) -> Assignment:
+        """Charge a request to its DE, which computes the append, and release its PE."""
+        if Role.PREFILL in live.engines:
+            self._unplace(live, Role.PREFILL)
+        else:
+            self._placers[Role.PREFILL].discard(live.request_id)
+            del self._decode_only[live.request_id]
+        decode_engine = live.engines[Role.DECODE]
+        self._ledger.assign(decode_engine, live.request_id)
+        read_tokens = self._read_tokens(live, source)[Role.DECODE]
+        if read_tokens:
+            self._ledger.charge_read(decode_engine, live.request_id, read_tokens)
+            live.reading = (decode_engine,)
+        live.assignment = Assignment(
+            request_id=live.request_id,
+            prefill_engine=None,
+            decode_engine=decode_engine,
+            reads=source.runs,
+            pe_reason=PE_REASONS[PE_APPEND],
+            de_reason=live.reasons[Role.DECODE],
+            read_reason=source.reason,
+            decode_tokens=live.decode_tokens,
+            decode_read_tokens=read_tokens,
+            unstored_tokens=source.unstored_tokens,
+        )
+        self._unassigned -= 1
+        self._charge_computing(live, source)
+        return live.assignment
+
+    def _assign_pair(self, live: LiveRequest, source: HitSource) -> Assignment:
+        """Charge a request to both of its engines."""
         prefill_engine, decode_engine = live.engines[Role.PREFILL], live.engines[Role.DECODE]
-        source = self._sources.plan(live.request.hit_tokens, live.cached_tokens, live.engines)
         weight = weight_tokens(source.recompute_tokens, self._settings.computed_weight)
         self._ledger.assign(prefill_engine, live.request_id, weight)
         self._ledger.assign(decode_engine, live.request_id)
@@ -260,9 +325,10 @@ class RequestScheduler:
             prefill_read_tokens=reads[Role.PREFILL],
             decode_read_tokens=reads[Role.DECODE],
             recompute_tokens=source.recompute_tokens,
+            unstored_tokens=source.unstored_tokens,
         )
         self._unassigned -= 1
-        self._charge_computing(live, source.recompute_tokens)
+        self._charge_computing(live, source)
         return live.assignment
 
     def _slots_granted(self, grant: SlotsGranted) -> Effects:
@@ -272,7 +338,28 @@ class RequestScheduler:
         cached = {Role.PREFILL: grant.prefill_blocks, Role.DECODE: grant.decode_blocks}
         if all(cached[side] >= live.assignment.cached_end(side) for side in Role):
             return NO_EFFECTS
+        if live.assignment.prefill_engine is None:
+            return Effects((self._read_at_decode(live, live.assignment, cached[Role.DECODE]),))
         return Effects((self._replan(live, live.assignment, cached),))
+
+    def _read_at_decode(self, live: LiveRequest, old: Assignment, cached_blocks: int) -> Assignment:
+        """Let the DE of a request without a PE read what it has evicted of the stored hit."""
+        hit_tokens, block_tokens = live.request.hit_tokens, self._settings.block_tokens
+        cached = tokens_of(cached_blocks, hit_tokens, block_tokens)
+        source = self._sources.at_decode(hit_tokens, min(cached, hit_tokens + old.unstored_tokens))
+        read_tokens = self._read_tokens(live, source)[Role.DECODE]
+        more_tokens = read_tokens - old.decode_read_tokens
+        self._ledger.change(old.decode_engine, old.request_id, 0, more_tokens)
+        live.reading = (old.decode_engine,)
+        live.assignment = msgspec.structs.replace(
+            old,
+            reads=source.runs,
+            read_reason=source.reason,
+            decode_read_tokens=read_tokens,
+            unstored_tokens=source.unstored_tokens,
+        )
+        self._charge_computing(live, source)
+        return live.assignment
 
     def _replan(
         self, live: LiveRequest, old: Assignment, cached_blocks: Mapping[Role, int]
@@ -283,9 +370,9 @@ class RequestScheduler:
             self._ledger.change(live.engines[side], old.request_id, 0, -read_tokens)
         self._set_computing(live, 0)
         hit_tokens = live.request.hit_tokens - old.recompute_tokens
-        block_tokens = self._settings.block_tokens
+        most_tokens, block_tokens = hit_tokens + old.unstored_tokens, self._settings.block_tokens
         cached_tokens = {
-            engine: min(cached_blocks[side] * block_tokens, hit_tokens)
+            engine: min(tokens_of(cached_blocks[side], hit_tokens, block_tokens), most_tokens)
             for side, engine in live.engines.items()
         }
         source = self._sources.plan(hit_tokens, cached_tokens, live.engines)
@@ -302,31 +389,36 @@ class RequestScheduler:
             prefill_read_tokens=reads[Role.PREFILL],
             decode_read_tokens=reads[Role.DECODE],
             recompute_tokens=source.recompute_tokens,
+            unstored_tokens=source.unstored_tokens,
         )
         for side in Role:
             more_tokens = new.at(side).tokens - old.at(side).tokens
             self._ledger.change(live.engines[side], old.request_id, more_tokens, reads[side])
-        live.assignment, live.reading = new, (new.prefill_engine, new.decode_engine)
-        self._charge_computing(live, source.recompute_tokens)
+        live.assignment, live.reading = new, new.engines
+        self._charge_computing(live, source)
         return new
 
     def _read_tokens(self, live: LiveRequest, source: HitSource) -> dict[Role, int]:
         """Return the tokens that are read from storage at either side."""
-        hit_tokens = live.request.hit_tokens - source.recompute_tokens
+        hit_tokens = live.request.hit_tokens + source.unstored_tokens - source.recompute_tokens
         tokens = dict.fromkeys(Role, 0)
         for run in source.runs:
             if not run.cached:
                 tokens[run.side] = run.tokens(self._settings.block_tokens, hit_tokens)
         return tokens
 
-    def _charge_computing(self, live: LiveRequest, recompute_tokens: int) -> None:
-        """Charge a request's misses and the hits that are recomputed to its PE."""
-        misses = live.request.prompt_tokens - live.request.hit_tokens
-        self._set_computing(live, misses + recompute_tokens)
+    def _charge_computing(self, live: LiveRequest, source: HitSource) -> None:
+        """Charge a request's misses, and hits that are recomputed, to the engine that computes."""
+        hit_tokens = live.request.hit_tokens + source.unstored_tokens - source.recompute_tokens
+        self._set_computing(live, live.request.prompt_tokens - hit_tokens)
 
     def _set_computing(self, live: LiveRequest, tokens: int) -> None:
-        if (prefill_engine := live.engines.get(Role.PREFILL)) is not None:
-            self._ledger.charge_computing(prefill_engine, tokens - live.computing_tokens)
+        """Charge so many tokens to compute to a request's PE, or to its DE if it has no PE."""
+        engine = live.engines.get(Role.PREFILL)
+        if engine is None and live.assignment is not None:
+            engine = live.assignment.decode_engine
+        if engine is not None:
+            self._ledger.charge_computing(engine, tokens - live.computing_tokens)
         live.computing_tokens = tokens
 
     def _end_reads(self, live: LiveRequest) -> None:
@@ -339,7 +431,8 @@ class RequestScheduler:
         if live.assignment is not None and not live.prefilled:
             live.prefilled = True
             self._set_computing(live, 0)
-            self._release(live, Role.PREFILL)
+            if live.assignment.prefill_engine is not None:
+                self._release(live, Role.PREFILL)
 
     def _remove(self, live: LiveRequest) -> None:
         """Remove a request in whatever state, with everything on its account."""
@@ -372,7 +465,7 @@ class RequestScheduler:
         spec = self._ledger.leave(engine_id)
         here = [self._live[request_id] for request_id in self._on_engine.pop(engine_id)]
         prefill = spec.role is Role.PREFILL
-        lost = [live for live in here if prefill or Role.PREFILL in live.engines]
+        lost = [live for live in here if prefill or live.assignment or Role.PREFILL in live.engines]
         for live in lost:
             self._remove(live)
         self._requeue(spec.role)

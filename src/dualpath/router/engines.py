@@ -7,15 +7,15 @@ from typing import Any, Protocol
 import msgspec
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
-from dualpath.core.cluster import EngineAddress, GroupRank, Role, Writer, rank_mark
+from dualpath.core.cluster import GroupRank, HostProcess, Role, Writer, rank_mark
 from dualpath.core.control import NodeDramShare
 from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.core.rates import Rates
 
 
-class EngineInfo(msgspec.Struct, frozen=True):
-    """An engine's registration; ``order`` is its rank of first arrival.
+class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An engine's registration without its address; ``order`` is its rank of first arrival.
 
     ``unsettled``, ``quarantined`` and ``writers`` are the in-doubt attempts of earlier sessions.
     """
@@ -26,7 +26,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     node: str
     group: str
     api_url: str
-    address: EngineAddress
+    process: HostProcess
     order: int
     hbm_tokens: int
     buffer_tokens: int
@@ -42,7 +42,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     @property
     def writer(self) -> Writer:
         """This process as one that may write into others' buffers."""
-        return self.address.writer
+        return Writer(self.engine_id, self.epoch, self.process)
 
     @property
     def unit(self) -> str:
@@ -108,13 +108,13 @@ class Membership:
     def __init__(self, engines: KnownEngines) -> None:
         self._engines = engines
         self._changed = asyncio.Event()
-        #: Called at each change.
-        self.listeners: list[Callable[[], None]] = []
+        #: Called at each change with the engines that have joined, and those that were lost.
+        self.listeners: list[Callable[[Sequence[EngineInfo], Sequence[EngineInfo]], None]] = []
 
-    def changed(self) -> None:
-        """Wake the waiters."""
+    def changed(self, joined: Sequence[EngineInfo] = (), lost: Sequence[EngineInfo] = ()) -> None:
+        """Notify the listeners and wake the waiters."""
         for listener in self.listeners:
-            listener()
+            listener(joined, lost)
         self._changed.set()
         self._changed = asyncio.Event()
 

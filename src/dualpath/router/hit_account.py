@@ -16,7 +16,7 @@ from dualpath.core.recent import Recent
 NEW = "new"
 #: The tokens behind the last block that can hit: at least one is always computed (§A.4).
 TAIL = "tail"
-#: Computed before, but not stored (any more, or not yet).
+#: Computed before, but not stored (any more, or not yet), nor in DRAM of the request's engines.
 GONE = "gone"
 NOT_CACHEABLE = "not-cacheable"
 #: Stored, but recomputed because that is faster (``policy.read_side``).
@@ -44,7 +44,7 @@ class HitAccount(msgspec.Struct, frozen=True):
 class SeenBlocks:
     """Remembers the keys of blocks that were computed: the latest ``limit`` to twice as many.
 
-    Hashes of keys stand for keys.  Blocks found in storage are not noted again.
+    Hashes of keys stand for keys.  Blocks found in storage or DRAM are not noted again.
     """
 
     def __init__(self, limit: int = SEEN_KEYS) -> None:
@@ -55,7 +55,7 @@ class SeenBlocks:
         keys: Sequence[BlockKey],
         prompt_tokens: int,
         block_tokens: int,
-        stored_blocks: int,
+        found_blocks: int,
         hit_blocks: int,
         *,
         unstored_reason: str = GONE,
@@ -64,23 +64,25 @@ class SeenBlocks:
     ) -> HitAccount:
         """Divide a prompt of at least 1 token by reasons, then note its blocks as computed.
 
-        ``stored_blocks`` were found in storage, of these ``hit_blocks`` loaded.
+        ``found_blocks`` were found in storage or DRAM, of these ``hit_blocks`` loaded.
         ``unstored_reason`` is why blocks beyond them were not found.  ``faster_blocks`` at the end
         of those found were recomputed because that is faster; ``short_reason`` is why others were
         not loaded.
         """
         usable_blocks = max_hit_blocks(prompt_tokens, block_tokens)
-        ideal_blocks = stored_blocks
+        ideal_blocks = found_blocks
         while ideal_blocks < usable_blocks and hash(keys[ideal_blocks]) in self._seen:
             ideal_blocks += 1
-        self._seen.note(map(hash, keys[stored_blocks:]), None)
-        missed_blocks = {
-            short_reason: stored_blocks - faster_blocks - hit_blocks,
-            FASTER: faster_blocks,
-            unstored_reason: ideal_blocks - stored_blocks,
-            NEW: usable_blocks - ideal_blocks,
-        }
-        missed = {reason: n * block_tokens for reason, n in missed_blocks.items() if n > 0}
+        self._seen.note(map(hash, keys[found_blocks:]), None)
+        missed: dict[str, int] = {}
+        for reason, blocks in (
+            (short_reason, found_blocks - faster_blocks - hit_blocks),
+            (FASTER, faster_blocks),
+            (unstored_reason, ideal_blocks - found_blocks),
+            (NEW, usable_blocks - ideal_blocks),
+        ):
+            if blocks > 0:
+                missed[reason] = missed.get(reason, 0) + blocks * block_tokens
         missed[TAIL] = prompt_tokens - usable_blocks * block_tokens
         return HitAccount(
             prompt_tokens=prompt_tokens,

@@ -21,7 +21,7 @@ from typing import Protocol
 import msgspec
 
 from dualpath.core.session_hints import NO_HINTS, SessionHints
-from dualpath.core.transfers import PrefillTransfer
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.engines import EngineInfo, KnownEngines
 from dualpath.router.hit_account import HitAccount
 from dualpath.router.stages import StageTime
@@ -66,9 +66,9 @@ class AttemptOrder(msgspec.Struct, frozen=True):
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True):
-    """The attempt is placed on these engines."""
+    """The attempt is placed on these engines, without a PE if the DE computes the append."""
 
-    prefill: EngineInfo
+    prefill: EngineInfo | None
     decode: EngineInfo
 
 
@@ -102,10 +102,21 @@ class AttemptListener(Protocol):
         ...
 
 
+class Prepared(msgspec.Struct, frozen=True):
+    """All hits are in DRAM: the transfers that travel with the requests at the DE and at the PE.
+
+    ``prefill`` is None if the DE computes the append; the hit is then complete in its buffer.
+    """
+
+    decode: DecodeTransfer
+    prefill: PrefillTransfer | None
+
+
 class Prefilled(msgspec.Struct, frozen=True):
     """The prompt's KV is complete in the DE's buffer, and its new blocks are being stored.
 
-    ``forward_s`` and ``transfer_s`` are those of ``core.request_messages.PrefillDone``.
+    Or its hit is, if the DE computes the append.  ``forward_s`` and ``transfer_s`` are those of
+    ``core.control.PrefillDone``, 0 without a PE.
     """
 
     account: HitAccount
@@ -129,18 +140,19 @@ class ScheduledAttempt(Protocol):
         """Raise ``EngineLostError`` if the attempt is broken."""
         ...
 
-    async def prepare(self) -> PrefillTransfer:
+    async def prepare(self) -> Prepared:
         """Find what is stored, the engines and their slots, and have the hits read (§4.1).
 
-        Returns what the PE has to know.  Raises ``EngineLostError``, ``TransportError`` or, if
-        no engine can ever take the request, ``BadRequestError``.
+        Raises ``EngineLostError``, ``TransportError`` (``HitLostError`` if the DE was to compute
+        the append) or, if no engine can ever take the request, ``BadRequestError``.
         """
         ...
 
     async def prefilled(self) -> Prefilled:
         """The PE's first token is there: wait for its report that the KV arrived, release the PE.
 
-        Raises ``EngineLostError`` without a report, ``TransportError`` if KV did not arrive.
+        Without a PE it waits for nothing and is called before the DE's request.  Raises
+        ``EngineLostError`` without a report, ``TransportError`` if KV did not arrive.
         """
         ...
 

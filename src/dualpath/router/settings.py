@@ -13,6 +13,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import SecretFile
+from dualpath.node.certificates import CertFile, KeyFile
 from dualpath.policy.rebalance import RebalanceSettings
 
 AlphaTokens = Annotated[
@@ -56,6 +57,14 @@ RecomputeLimit = Annotated[
     Setting(
         "recompute a hit if loading it takes longer than recomputing, up to this many seconds "
         "and at most read_deadline_s; 0: load all hits",
+        ge=0,
+    ),
+]
+AppendAtDecode = Annotated[
+    int,
+    Setting(
+        "a decode engine that has a request's hit in its buffer, or reads it, computes up to this "
+        "many tokens behind it, without a prefill engine; 0: a prefill engine computes them",
         ge=0,
     ),
 ]
@@ -122,8 +131,9 @@ class RouterSettings(Settings, frozen=True):
     engine_timeout_s: Annotated[
         float,
         Setting(
-            "an engine that is silent for this time is lost (heartbeats come every 0.5 s), and an "
-            "attempt fails if its engine takes longer to process commands",
+            "an engine that is silent for this time is lost (heartbeats come every 0.5 s, in "
+            "clusters of more than 500 engines four times in this period or more), and an attempt "
+            "fails if its engine takes longer to process commands",
             gt=0,
         ),
     ] = 5.0
@@ -165,6 +175,7 @@ class RouterSettings(Settings, frozen=True):
         float, Setting("an engine aborts a slower storage read; the rest is recomputed", gt=0)
     ] = 60.0
     recompute_limit_s: RecomputeLimit = 0.0
+    append_at_decode_tokens: AppendAtDecode = 0
     read_margin_s: Annotated[
         float,
         Setting(
@@ -404,6 +415,8 @@ class SchedulerAddress(Settings, frozen=True):
 
     host: Annotated[str, Setting("address of the HTTP server", host=True)] = "127.0.0.1"
     port: Annotated[int, Setting("of the HTTP server; 0: any free one", ge=0, le=65535)] = 8001
+    ssl_certfile: CertFile = ""
+    ssl_keyfile: KeyFile = ""
     lora_modules: Annotated[
         dict[str, str],
         Setting(

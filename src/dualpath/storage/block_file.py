@@ -7,6 +7,7 @@ does not protect against someone who forges blocks; sealed blocks do (``storage.
 Nothing here does I/O.
 """
 
+import logging
 import re
 import struct
 from collections import deque
@@ -45,6 +46,8 @@ from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockGeometry, BlockKey, BlockO
 # ====== ===== =========================================================
 #
 # The header is never encrypted, so that the janitor needs no storage key.  Nothing here does I/O.
+
+log = logging.getLogger(__name__)
 
 HEADER_BYTES = 4096
 PLAIN_VERSION = 2
@@ -234,12 +237,46 @@ NOT_AUTHENTIC = "not authentic"
 OTHER_FORMAT = "format version"
 #: A block sealed with a storage key that this process does not have.
 OTHER_STORAGE_KEY = "storage key"
-#: The block may be intact but this process cannot read it: it is not removed.
+#: The block may be intact but this process cannot read it: a read does not remove it, so that a
+#: process with wrong keys destroys nothing.  It counts as absent, and a write replaces it.
 UNREADABLE_HERE = frozenset({OTHER_FORMAT, OTHER_STORAGE_KEY})
 
 
+class AbsentReports:
+    """Logs stored blocks that count as absent because this process cannot read them.
+
+    The first of them is a warning, as after the removal of a storage key there may be millions.
+    """
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def absent(self, name: str, reason: str) -> None:
+        """Log one block."""
+        level = logging.DEBUG if self._warned else logging.WARNING
+        self._warned = True
+        log.log(
+            level,
+            "cannot read stored block %s (%s): it and others like it count as absent, and are "
+            "replaced when their prompts have been computed again",
+            *(name, reason),
+        )
+
+
 class BlockCodec(Protocol):
-    """Encodes and verifies the blocks of one namespace."""
+    """Encodes and verifies the blocks of one namespace.
+
+    ``has_keys``: whether it opens blocks with keys, which may be removed while blocks remain.
+    """
+
+    has_keys: bool
+
+    def unreadable(self, header: memoryview | bytes) -> str | None:
+        """Return why this process cannot read a block with this header, of ``UNREADABLE_HERE``.
+
+        None if it may be able to; a read finds other defects.
+        """
+        ...
 
     def encoded(
         self, key: BlockKey, payload: Sections, origin: BlockOrigin = UNKNOWN_ORIGIN
@@ -292,6 +329,12 @@ class DeferredVerifier:
 
 class PlainBlocks:
     """See ``BlockCodec``: blocks in clear, with checksums."""
+
+    has_keys = False
+
+    def unreadable(self, header: memoryview | bytes) -> str | None:
+        """Compare the format version."""
+        return None if header_version(header) in (None, PLAIN_VERSION) else OTHER_FORMAT
 
     def __init__(self, namespace_digest: str) -> None:
         self._digest = namespace_digest

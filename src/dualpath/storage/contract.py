@@ -92,9 +92,10 @@ class BlockStorage(Protocol):
     Blocks are immutable: equal keys mean equal content, so a second write of a key is a no-op.
     Writes are atomic: a block is visible either completely or not at all, also after a crash of
     the writer.  Every read verifies key, length and checksum.  A corrupt block is removed, so that
-    it can be written again.  A block of another format version is neither read nor removed.  All
-    methods are thread-safe; a caller that wants several blocks in parallel (an engine's read
-    queue) reads from several threads.
+    it can be written again.  A block of another format version, or sealed with a storage key that
+    is not here, is neither read nor removed, but a write replaces it.  All methods are
+    thread-safe; a caller that wants several blocks in parallel (an engine's read queue) reads from
+    several threads.
     """
 
     geometry: BlockGeometry
@@ -105,6 +106,7 @@ class BlockStorage(Protocol):
     def is_stored(self, key: BlockKey) -> bool:
         """Return whether a block is stored, without reading its content.
 
+        A block that is sealed with a storage key that is not here counts as absent.
         Raises ``StorageError`` if the storage does not answer.
         """
         ...

@@ -12,7 +12,7 @@ import msgspec
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, TenantTag
 from dualpath.core.errors import StorageError
-from dualpath.storage.block_file import HEADER_BYTES
+from dualpath.storage.block_file import HEADER_BYTES, UNREADABLE_HERE
 from dualpath.storage.contract import BlockStorage, DeclinedError, ReadOutcome, run_origins
 from dualpath.storage.janitor import Janitor, Status, read_status
 from dualpath.storage.journal import Journal
@@ -174,7 +174,8 @@ class MaintainedStorage(WrappingStorage):
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read; a block that is missing or was removed as corrupt is recorded as missing."""
         outcome = self.inner.read(key, destination, whole=whole)
-        if not outcome.is_good and not self._is_there(key):
+        absent = not outcome.is_good and outcome.reason not in UNREADABLE_HERE
+        if absent and not self._is_there(key):
             self.maintenance.removed(key)
         return outcome
 

@@ -48,7 +48,7 @@ class MemoryStorage:
     def is_stored(self, key: BlockKey) -> bool:
         """Return whether the dict has it."""
         with self._lock:
-            return key in self._blocks
+            return self._is_readable(key)
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Copy and verify; a corrupt block is removed."""
@@ -91,15 +91,20 @@ class MemoryStorage:
             ):
                 there[:] = part
             with self._lock:
-                if key in self._blocks:
+                if self._is_readable(key):
                     continue
-                if self._capacity_blocks is not None and len(self._blocks) >= self._capacity_blocks:
+                room = self._capacity_blocks is None or len(self._blocks) < self._capacity_blocks
+                if key not in self._blocks and not room:
                     raise StorageError(
                         f"storage is full at {self._capacity_blocks} blocks; raise capacity_blocks"
                     )
                 self._blocks[key] = (bytes(header), bytes(payload))
                 new_blocks += 1
         return new_blocks
+
+    def _is_readable(self, key: BlockKey) -> bool:
+        block = self._blocks.get(key)
+        return block is not None and self._codec.unreadable(block[0]) is None
 
     def used(self, key: BlockKey) -> None:
         """Do nothing: this backend does not evict."""

@@ -12,7 +12,8 @@ lines.  Two processes that add to one set at the same moment may exceed its shar
 evicts the excess.  Eviction ignores the order of chains: evicted blocks are still in storage.
 
 A file's last use is its modification time, set when it is read or written, as ``atime`` is not
-maintained on every file system.
+maintained on every file system.  After the clock was stepped back, files of before have times in
+the future.  These are evicted first, since none of them has been used since.
 
 ``index`` has the blocks as far as this engine knows, for the router (``SharedDramIndex``).
 """
@@ -23,7 +24,8 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -104,14 +106,19 @@ class _File(NamedTuple):
     path: str
     bytes: int
 
+    def eviction_order(self, now_ns: int) -> tuple[bool, int, str]:
+        """Return a sort key, the lowest for the file to be evicted first."""
+        return self.used_ns <= now_ns, self.used_ns, self.path
+
 
 class NodeDram:
     """One engine's access to ``root``, which all engines together fill up to ``bound_bytes``.
 
     ``keys``: storage keys of a namespace with sealed blocks, here as in storage.  ``calls``:
-    system calls.  Methods are thread-safe and do not raise: on a failure the block is read from
-    storage.  With ``enabled`` False nothing is cached.  ``directory_id`` identifies the directory
-    on its machine, independent of its path in a container; ``capacity_blocks`` fit into it.
+    system calls.  ``now_s``: the clock of modification times, Unix time.  Methods are thread-safe
+    and do not raise: on a failure the block is read from storage.  With ``enabled`` False nothing
+    is cached.  ``directory_id`` identifies the directory on its machine, independent of its path in
+    a container; ``capacity_blocks`` fit into it.
 
     The directory belongs to one user, and so do all engines that share it: whoever may write to it
     decides which KV they read.  Raises ``ConfigError`` for a directory that cannot be used or that
@@ -126,8 +133,10 @@ class NodeDram:
         *,
         keys: "KeyRing | None" = None,
         calls: SystemCalls = KERNEL,
+        now_s: Callable[[], float] = time.time,
     ) -> None:
         self.enabled = True
+        self._now_s = now_s
         self._block_bytes = page_rounded(HEADER_BYTES + namespace.geometry.full_block_bytes)
         if bound_bytes < self._block_bytes:
             raise ConfigError(
@@ -221,7 +230,9 @@ class NodeDram:
             self._calls.utime(str(self.files.block_path(key)))
 
     def _make_room(self, key: BlockKey) -> None:
-        files = sorted(self._set_of(key))
+        files = list(self._set_of(key))
+        now_ns = int(self._now_s() * 1e9)
+        files.sort(key=lambda file: file.eviction_order(now_ns))
         excess = sum(file.bytes for file in files) + self._block_bytes - self._set_bytes
         for file in files:
             if excess <= 0:

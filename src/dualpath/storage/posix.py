@@ -234,13 +234,17 @@ class NamespaceDirectory:
         except OSError as error:
             log.warning("cannot remove corrupt block %s: %s; remove it by hand", path, error)
 
-    def publish(self, temporary: str, key: BlockKey) -> bool:
+    def publish(self, temporary: str, key: BlockKey, *, replaces: bool = False) -> bool:
         """Give a complete file its final name; return False if the block exists already.
 
         Uses a hard link, because that fails if the name exists; a rename on file systems without
-        hard links.  Anything of that name that is not a file is removed.  ``temporary`` is removed.
+        hard links, and where it ``replaces`` a block.  Anything of that name that is not a file is
+        removed.  ``temporary`` is removed.
         """
         final = self.block_path(key)
+        if replaces:
+            self._calls.rename(temporary, final)
+            return True
         try:
             self._link(temporary, final, key)
         except FileExistsError:
@@ -491,6 +495,7 @@ class PosixStorage:
         self._sync = sync
         self._direct = self._choose_direct(direct_io)
         self._reader = reader or KernelReader(calls)
+        self._reports = block_file.AbsentReports()
         # A pool of header buffers; it grows to the number of concurrent reads.
         self._headers: list[memoryview] = []
 
@@ -509,8 +514,8 @@ class PosixStorage:
         return Path(self._directory.block_path(key))
 
     def is_stored(self, key: BlockKey) -> bool:
-        """Return whether a block has a file."""
-        return self._directory.has(key)
+        """Return whether a block has a file, in a sealed namespace one that a key here opens."""
+        return self._directory.has(key) and not (self._codec.has_keys and self._unreadable(key))
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read and verify a block; a corrupt one is removed so that it can be written again."""
@@ -536,7 +541,7 @@ class PosixStorage:
         payload_bytes = max(length - HEADER_BYTES, 0)
         reason = block_file.defect_of_length(verifier, key, header, payload, payload_bytes)
         if reason in block_file.UNREADABLE_HERE:
-            logger.warning("cannot read stored block %s (%s); it is not removed", path, reason)
+            self._reports.absent(path, reason)
         elif reason is not None:
             self._directory.discard(path, reason)
         return ReadOutcome(payload_bytes, reason)
@@ -602,9 +607,29 @@ class PosixStorage:
             self._calls.close(descriptor)
         return length, verifier
 
+    def _unreadable(self, key: BlockKey) -> str | None:
+        """Return why this process cannot read a stored block, None if it may be able to."""
+        path = self._directory.block_path(key)
+        try:
+            header = read_content(path, HEADER_BYTES, self._calls)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StorageError(
+                f"cannot read the header of {path}: {error.strerror}; check the file system and "
+                "its permissions"
+            ) from error
+        reason = self._codec.unreadable(header)
+        if reason is not None:
+            self._reports.absent(path, reason)
+        return reason
+
     def _write_one(self, key: BlockKey, source: memoryview, origin: BlockOrigin) -> bool:
+        replaces = False
         if self._directory.has(key):
-            return False
+            replaces = self._unreadable(key) is not None
+            if not replaces:
+                return False
         buffers = self._codec.encoded(key, self._order.of(source), origin)
         temporary = self._directory.temporary_path()
         try:
@@ -613,7 +638,7 @@ class PosixStorage:
             except FileNotFoundError:
                 self._directory.restore()
                 create_file(temporary, buffers, self._calls, sync=self._sync)
-            return self._directory.publish(temporary, key)
+            return self._directory.publish(temporary, key, replaces=replaces)
         except StorageError:  # the state of the block's final name is unknown
             self._directory.remove_temporary(temporary)
             raise

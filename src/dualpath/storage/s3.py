@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from datetime import datetime
 from typing import TYPE_CHECKING, TypeVar
 from xml.etree import ElementTree
@@ -163,6 +163,7 @@ class S3Storage:
         self._folder = namespace_name(namespace)
         self.client = S3Client(location, retry_policy or RetryPolicy())
         _claim(self.client, f"{self._folder}/namespace.json", namespace)
+        self._reports = block_file.AbsentReports()
         self._writing = _Writing()
         self._writers = ThreadPoolExecutor(_PARALLEL_WRITES, "storage-write")
 
@@ -174,6 +175,9 @@ class S3Storage:
         """Return whether the block's object exists; see the contract."""
         name = self.object_name(key)
         try:
+            if self._codec.has_keys:
+                header = self.client.get(name, HEADER_BYTES)
+                return header is not None and self._unreadable(name, header) is None
             return self.client.exists(name)
         except S3Error as error:
             raise StorageError(
@@ -199,7 +203,7 @@ class S3Storage:
         verifier = self._codec.verifier(payload)
         reason = block_file.defect_of_length(verifier, key, header, payload, payload_bytes)
         if reason in block_file.UNREADABLE_HERE:
-            logger.warning("cannot read stored block %s (%s); it is not removed", name, reason)
+            self._reports.absent(name, reason)
         elif reason is not None:
             self._discard(name, reason)
         return ReadOutcome(payload_bytes, reason)
@@ -229,6 +233,13 @@ class S3Storage:
         self._writers.shutdown(wait=True, cancel_futures=True)
         self.client.close()
 
+    def _unreadable(self, name: str, header: bytes) -> str | None:
+        """Return why this process cannot read a stored block, None if it may be able to."""
+        reason = self._codec.unreadable(header)
+        if reason is not None:
+            self._reports.absent(name, reason)
+        return reason
+
     def _discard(self, name: str, reason: str) -> None:
         logger.warning("removing corrupt block %s (%s)", name, reason)
         try:
@@ -240,10 +251,14 @@ class S3Storage:
         with self._writing.alone(key):
             name = self.object_name(key)
             try:
+                replaces = False
                 if self.client.exists(name):
-                    return False
+                    header = self.client.get(name, HEADER_BYTES)
+                    replaces = header is not None and self._unreadable(name, header) is not None
+                    if not replaces:
+                        return False
                 content = self._codec.encoded(key, self._order.of(source), origin)
-                is_new = self.client.put(name, content)
+                is_new = self.client.put(name, content, only_new=not replaces)
             except S3Error as error:
                 raise StorageError(
                     f"write of {HEADER_BYTES + source.nbytes} bytes refused: {error}; check the "
@@ -273,8 +288,18 @@ class _Writing:
 
 
 def _finish(futures: Sequence["Future[Result]"]) -> list[Result]:
-    """Wait for all futures, so that no buffer is in use afterwards; return the results."""
-    wait(futures)
+    """Wait for all futures, so that no buffer is in use afterwards; return the results.
+
+    After a failure those that have not begun are cancelled: what refuses one write will refuse
+    the others, each after the upload of a block.  The error is raised.
+    """
+    over, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    failed = next((one.exception() for one in over if one.exception() is not None), None)
+    if failed is not None:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+        raise failed
     return [future.result() for future in futures]
 
 

@@ -26,8 +26,10 @@ from dualpath.core.extras import extra
 from dualpath.storage.block_file import (
     CHECKSUM_BYTES,
     NOT_AUTHENTIC,
+    OTHER_FORMAT,
     OTHER_STORAGE_KEY,
     SEALED_VERSION,
+    VERSIONS,
     BlockCodec,
     BlockHeader,
     BlockVerifier,
@@ -37,7 +39,9 @@ from dualpath.storage.block_file import (
     Seal,
     Sections,
     authenticated_fields,
+    decode_header,
     header_asked_for,
+    header_version,
     packed_header,
 )
 
@@ -159,6 +163,8 @@ class SealedBlocks:
     ``random_bytes`` returns n unpredictable bytes; repeated ones would reuse a block's key.
     """
 
+    has_keys = True
+
     def __init__(
         self,
         namespace_digest: str,
@@ -172,6 +178,15 @@ class SealedBlocks:
         self._keys = keys
         self._random_bytes = random_bytes
         self._per_thread = threading.local()
+
+    def unreadable(self, header: memoryview | bytes) -> str | None:
+        """Compare the format version, and look for the storage key."""
+        if header_version(header) not in (None, *VERSIONS):
+            return OTHER_FORMAT
+        found = decode_header(header)
+        if found is None or found.seal is None or self._keys.find(found.seal.key_id) is not None:
+            return None
+        return OTHER_STORAGE_KEY
 
     def encoded(
         self, key: BlockKey, payload: Sections, origin: BlockOrigin = UNKNOWN_ORIGIN

@@ -113,9 +113,10 @@ class LookupCachingStorage(WrappingStorage):
         return stored
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
-        """Read, and update the cache with the outcome."""
+        """Read, and update the cache with the outcome; a block found in DRAM may be unstored."""
         outcome = self.inner.read(key, destination, whole=whole)
-        self._learn(key, outcome.is_good)
+        if not outcome.from_dram:
+            self._learn(key, outcome.is_good)
         return outcome
 
     def _stored(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dualpath.core.cluster import SharedMemory
 from dualpath.core.errors import ConfigError, DualPathError
 
 
@@ -64,12 +65,14 @@ class AgentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Address and regions of an agent, sent to other engines over the control plane.
 
     ``agent`` is unique per process start (it contains the engine's epoch), so that a restarted
-    engine is never mistaken for its previous process.
+    engine is never mistaken for its previous process.  ``shared`` is the memory that agents of the
+    same machine can map.
     """
 
     agent: str
     metadata: bytes
     regions: tuple[RegionInfo, ...]
+    shared: tuple[SharedMemory, ...] = ()
 
 
 class TransferState(enum.Enum):
@@ -156,8 +159,8 @@ class Transport(Protocol):
     ) -> Transfer:
         """Post one transfer of ``local_pieces[i]`` ↔ ``remote_pieces[i]``; does not block.
 
-        ``agent`` may be this agent's own name.  One call is one posted work list (the doorbell
-        batching of §5.2), whatever the number of pieces.  Raises ``TransportError`` for unknown
+        ``agent`` may be this agent's own name.  One call is one request of the library, whatever
+        the number of pieces.  Raises ``TransportError`` for unknown
         regions, piece sizes that differ or indices out of range, ``PeerLostError`` for an
         unknown or lost agent.
         """

@@ -193,10 +193,21 @@ class CopyTransport:
         local_indices, remote_indices = check_pair(local, local_pieces, remote, remote_pieces)
         here = piece_addresses(local, local_indices)
         there = piece_addresses(remote, remote_indices)
-        transfer = CopyTransfer(self, agent, direction, here, there, local.piece_bytes)
+        transfer = self._transfer(agent, direction, here, there, local)
         with self._lock:
             self._unfinished[transfer] = agent
         return transfer
+
+    def _transfer(
+        self,
+        agent: str,
+        direction: Direction,
+        here: NDArray[np.int64],
+        there: NDArray[np.int64],
+        local: RegionInfo,
+    ) -> CopyTransfer:
+        """Return the transfer between these addresses; ``local`` is the region of ``here``."""
+        return CopyTransfer(self, agent, direction, here, there, local.piece_bytes)
 
     def close(self) -> None:
         """Leave the fabric; unfinished transfers become FAILED.  Idempotent."""

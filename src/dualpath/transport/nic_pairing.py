@@ -13,6 +13,8 @@ from typing import NamedTuple
 _NVIDIA = "0x10de"
 #: Prefix of the PCI classes of display controllers, which GPUs without a display also have.
 _DISPLAY = "0x03"
+#: How sysfs names the roots of the tree.
+_ROOT = "pci"
 
 
 class PciDevice(NamedTuple):
@@ -20,6 +22,14 @@ class PciDevice(NamedTuple):
 
     name: str
     path: tuple[str, ...]
+
+    def has_root_of(self, other: "PciDevice") -> bool:
+        """Return whether both devices are below the same PCI root (``pci0000:00``)."""
+        roots = [
+            next((part for part in device.path if part.startswith(_ROOT)), "")
+            for device in (self, other)
+        ]
+        return roots[0] == roots[1]
 
     def shared(self, other: "PciDevice") -> int:
         """Return the length of the common prefix of two devices' paths."""
@@ -31,19 +41,42 @@ class PciDevice(NamedTuple):
         return same
 
 
-def pair(gpus: Sequence[PciDevice], ports: Sequence[PciDevice]) -> dict[str, str]:
-    """Return the port of each GPU, by their names; empty without ports."""
+class PairedPort(NamedTuple):
+    """The RDMA port of a GPU, as UCX names it (mlx5_0:1); ``gpus`` is how many GPUs have it.
+
+    ``near``: both are below the same PCI root, so that no byte crosses CPU sockets.
+    """
+
+    name: str
+    near: bool
+    gpus: int
+
+    @property
+    def problem(self) -> str:
+        """What makes the pair slow; empty if nothing does."""
+        problems = [
+            *(["at another PCI root than the GPU"] if not self.near else []),
+            *([f"shared by {self.gpus} GPUs"] if self.gpus > 1 else []),
+        ]
+        return ", ".join(problems)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.problem})" if self.problem else self.name
+
+
+def pair(gpus: Sequence[PciDevice], ports: Sequence[PciDevice]) -> dict[str, PairedPort]:
+    """Return the port of each GPU, by the GPU's name; empty without ports."""
     taken: Counter[str] = Counter()
     found = {}
     for gpu in gpus if ports else ():
         nearest = min(ports, key=lambda port: (-gpu.shared(port), taken[port.name], port.name))
         taken[nearest.name] += 1
-        found[gpu.name] = nearest.name
-    return found
+        found[gpu.name] = PairedPort(nearest.name, gpu.has_root_of(nearest), 0)
+    return {gpu: port._replace(gpus=taken[port.name]) for gpu, port in found.items()}
 
 
-def local_nic_pairing(root: Path = Path("/")) -> dict[str, str]:
-    """Return the ports of this machine's GPUs, by PCI address, as UCX names them (mlx5_0:1)."""
+def local_nic_pairing(root: Path = Path("/")) -> dict[str, PairedPort]:
+    """Return the ports of this machine's GPUs, by PCI address."""
     return pair(_gpus(root), _active_ports(root))
 
 

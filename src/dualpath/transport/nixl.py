@@ -1,8 +1,8 @@
 """The compute network through NIXL and UCX: RDMA if available, else shared memory or TCP.
 
 Setup costs are paid once: memory is registered once, the descriptor list of a view is prepared once
-per peer, and a posted transfer is two index arrays into prepared lists (the doorbell batching of
-§5.2; about 0.6 µs per piece).  A posted transfer owns one NIXL handle.
+per peer, and a posted transfer is two index arrays into prepared lists (about 0.6 µs per piece).
+NIXL's UCX backend posts one operation per piece.  A posted transfer owns one NIXL handle.
 
 Agent names are never reused: a name contains the engine's epoch, so metadata of a dead process
 cannot be mistaken for its successor's.
@@ -94,8 +94,8 @@ def load_nixl() -> Any:  # noqa: ANN401 - the library carries no types
         return importlib.import_module(f"{nixl_package()}._api")
     except ImportError as error:
         raise ConfigError(
-            f"NIXL cannot be imported ({error}); {extra('nixl').remedy}, or run emulated engines "
-            "of one machine without it: --transport memory"
+            f"NIXL cannot be imported ({error}); {extra('nixl').remedy}, or run engines of one "
+            "machine without GPUs and without it: --transport memory"
         ) from error
 
 

@@ -7,10 +7,13 @@ copies have a stream each, because a GPU has a copy engine for each direction.
 This has not been run on a GPU yet.
 """
 
+import ctypes
 import importlib
 import logging
+import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from dualpath.core.extras import extra
 from dualpath.engine.passes.device import PASSED, Device, DeviceCopier, DeviceEvent, HostDevice
 from dualpath.transport.contract import PieceIndices, RegionInfo, TransferState
 from dualpath.transport.regions import check_pair, find_region, piece_addresses
+from dualpath.transport.shared_memory import HbmCopies
 
 # ------------------------------------------------------------------------------------- cuda driver
 # Two copy calls of the CUDA driver that torch does not expose, through NVIDIA's cuda-bindings.
@@ -138,6 +142,10 @@ _LONG_PIN_BYTES = 1 << 30
 #: ``cudaHostRegisterPortable``: pinned for every context of the process.
 _REGISTER_PORTABLE = 1
 
+#: The driver, and its ``CU_STREAM_CAPTURE_MODE_RELAXED``.
+_DRIVER_LIBRARY, _CAPTURE_RELAXED = "libcuda.so.1", 2
+
+_NET_DEVICES = "UCX_NET_DEVICES"
 INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -153,13 +161,30 @@ def open_device(device: torch.device, device_copies: str) -> Device:
                 f"device_copies is cuda, but the KV cache is on {device.type}; set it to auto"
             )
         return HostDevice()
-    own = device_copies == "cuda" or (device_copies == "auto" and not has_rdma_nic())
+    own, reason = device_copies == "cuda", f"device_copies is {device_copies}"
+    if device_copies == "auto":
+        own = not has_rdma_nic()
+        reason = f"UCX may use {'no' if own else 'an'} RDMA device with an active port"
+    log.info("copies between DRAM and HBM are made by %s: %s", "CUDA" if own else "NIXL", reason)
     return CudaDevice(device, CudaDriver() if own else None)
 
 
-def has_rdma_nic(devices: Path = INFINIBAND_DEVICES) -> bool:
-    """Whether this machine has an RDMA device with an active port."""
-    return any("ACTIVE" in _text(state) for state in devices.glob("*/ports/*/state"))
+def has_rdma_nic(
+    devices: Path = INFINIBAND_DEVICES, environment: Mapping[str, str] = os.environ
+) -> bool:
+    """Whether UCX may use an RDMA device of this machine with an active port.
+
+    ``UCX_NET_DEVICES`` of the environment may name others only: `dualpath serve` sets it to the
+    loopback device on a machine where no GPU has such a port.
+    """
+    active = {
+        state.parent.parent.parent.name
+        for state in devices.glob("*/ports/*/state")
+        if "ACTIVE" in _text(state)
+    }
+    chosen = environment.get(_NET_DEVICES, "all")
+    allowed = {device.partition(":")[0].strip() for device in chosen.split(",")}
+    return bool(active) and ("all" in allowed or bool(active & allowed))
 
 
 def _text(path: Path) -> str:
@@ -252,19 +277,43 @@ class CudaCopier:
         """
         here, there = self._region(source), self._region(destination)
         from_indices, to_indices = check_pair(here, source_pieces, there, destination_pieces)
-        stream = self._into_hbm if there.memory == "VRAM" else self._out_of_hbm
-        with _cuda_errors(f"copy from {source} to {destination}"), torch.cuda.device(self._device):
+        with _cuda_errors(f"copy from {source} to {destination}"):
+            return self._queue(
+                piece_addresses(here, from_indices),
+                piece_addresses(there, to_indices),
+                here.piece_bytes,
+                self._into_hbm if there.memory == "VRAM" else self._out_of_hbm,
+                after,
+            )
+
+    def copy_addresses(
+        self,
+        sources: NDArray[np.int64],
+        destinations: NDArray[np.int64],
+        piece_bytes: int,
+        into_hbm: bool,
+    ) -> CudaCopy:
+        """Queue one batch between pinned memory and HBM; may be called from any thread."""
+        stream = self._into_hbm if into_hbm else self._out_of_hbm
+        with _cuda_errors("copy between memory of another engine and HBM"):
+            return self._queue(sources, destinations, piece_bytes, stream, PASSED)
+
+    def _queue(
+        self,
+        sources: NDArray[np.int64],
+        destinations: NDArray[np.int64],
+        piece_bytes: int,
+        stream: torch.cuda.Stream,
+        after: DeviceEvent,
+    ) -> CudaCopy:
+        with torch.cuda.device(self._device):
             if after is not PASSED:
                 stream.wait_event(_event_of(after))
-            if from_indices.size:
-                runs = merge_runs(
-                    piece_addresses(here, from_indices),
-                    piece_addresses(there, to_indices),
-                    here.piece_bytes,
-                )
+            if sources.size:
+                runs = merge_runs(sources, destinations, piece_bytes)
                 self._driver.copy_batch(*runs, stream.cuda_stream)
             event = _record(stream)
-        return CudaCopy(event, int(from_indices.size) * here.piece_bytes)
+        return CudaCopy(event, int(sources.size) * piece_bytes)
 
     def synchronize(self) -> None:
         """Block until all queued copies have ended."""
@@ -283,9 +332,14 @@ class CudaDevice:
         self._copies = None if driver is None else CudaCopier(device, driver)
         self.copier: DeviceCopier | None = self._copies
         self._pinned: list[tuple[int, object]] = []
+        self._pinning = threading.Lock()
 
     def enter_thread(self) -> None:
-        """Make the GPU's context current, which UCX requires of threads that post GPU memory."""
+        """Make the GPU's context current, which UCX requires of threads that post GPU memory.
+
+        From now on the thread may query streams and events while vLLM captures CUDA graphs.
+        """
+        _allow_calls_during_captures()
         torch.cuda.set_device(self._device)
         torch.cuda.current_stream(self._device).query()  # the first call creates the context
 
@@ -301,10 +355,26 @@ class CudaDevice:
                 f"{size_bytes} bytes of buffer cannot be pinned (CUDA error {status}); lower "
                 "buffer_bytes or raise the container's memory and locked-memory limits"
             )
-        self._pinned.append((address, keep_alive))
+        with self._pinning:
+            self._pinned.append((address, keep_alive))
         if size_bytes >= _LONG_PIN_BYTES:
             elapsed_s = time.monotonic() - started_s
             log.info("pinned %.1f GiB in %.1f s", size_bytes / (1 << 30), elapsed_s)
+
+    def hbm_copies(self) -> HbmCopies | None:
+        """Return the copier's copies by address; see ``engine.passes.device.Device``."""
+        if self._copies is None:
+            return None
+        return HbmCopies(self.pin, self._unpin, self._copies.copy_addresses)
+
+    def _unpin(self, address: int) -> None:
+        """Unpin memory that ``pin`` has pinned; ``close`` may have done so."""
+        with self._pinning:
+            known = [entry for entry in self._pinned if entry[0] == address]
+            self._pinned = [entry for entry in self._pinned if entry[0] != address]
+        if known:
+            with torch.cuda.device(self._device):
+                _runtime().cudaHostUnregister(address)
 
     def record(self) -> DeviceEvent:
         """Record an event on the calling thread's stream."""
@@ -319,12 +389,31 @@ class CudaDevice:
 
     def close(self) -> None:
         """Wait for queued copies and unpin host memory."""
-        pinned, self._pinned = self._pinned, []
+        with self._pinning:
+            pinned, self._pinned = self._pinned, []
         with torch.cuda.device(self._device):
             if self._copies is not None and pinned:
                 self._copies.synchronize()
             for address, _ in pinned:
                 _runtime().cudaHostUnregister(address)
+
+
+def _allow_calls_during_captures() -> None:
+    """Let calls of this thread succeed while another thread captures a CUDA graph.
+
+    Otherwise a query of a stream or an event fails during a capture and makes the graph invalid.
+    """
+    try:
+        driver = ctypes.CDLL(_DRIVER_LIBRARY)
+    except OSError:
+        return  # No driver, so no captures.
+    status = driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
+    if status != 0:
+        log.warning(
+            "CUDA error %d: this thread cannot allow its calls during captures of CUDA graphs; if "
+            "the engine does not start, use --enforce-eager",
+            status,
+        )
 
 
 def _runtime() -> Any:  # noqa: ANN401 - torch's bindings carry no types

@@ -4,6 +4,7 @@ vLLM splits KV by heads.  With fewer KV heads than ranks several ranks hold the 
 latent KV (MLA) all ranks hold the whole KV: these ranks are *replicas* of one slice.
 """
 
+import logging
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -17,12 +18,15 @@ from dualpath.core.blocks import slices_of as cut_into
 from dualpath.core.cluster import GroupRank, rank_mark
 from dualpath.core.errors import ConfigError
 from dualpath.engine.ranks.rank import RankPlace, rank_place
-from dualpath.transport.nic_pairing import local_nic_pairing
+from dualpath.engine.settings import NET_DEVICES, EngineSettings
+from dualpath.transport.nic_pairing import PairedPort, local_nic_pairing
 from dualpath.vllm.cache_layers import specs_of
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = logging.getLogger(__name__)
 
 # ----------------------------------------------------------------------------------- data parallel
 # An engine as one rank of a vLLM data-parallel group, with any load balancing (§A.4).
@@ -222,13 +226,41 @@ def place_of(config: "VllmConfig", cache: "KVCacheConfig") -> tuple[RankPlace, P
     return rank_place(VllmRanks(), slices_of(config, cache))
 
 
-def nearest_nic(device: torch.device, ranks: int) -> str:
-    """Return the RDMA port nearest to a rank's GPU; empty to let UCX choose.
+def with_own_nic(
+    settings: EngineSettings, parallel: "ParallelConfig", rank: int, device: torch.device
+) -> EngineSettings:
+    """Return the settings of one rank with the network device of its GPU; logs which and why.
 
-    For engines of one rank it is always empty: whoever starts them configures the port for UCX.
+    It is the one that ``net_devices`` has for the rank, else the RDMA port nearest to the GPU.
+    Ranks of data-parallel engines that share a server, and so their settings, are counted on.
+    Raises ``ConfigError`` if ``net_devices`` has none for the rank.
     """
-    if ranks == 1 or device.type != "cuda":
-        return ""
+    engine = _number_at_server(parallel) or 0
+    nearest = _nearest_port(device)
+    found = settings.of_rank(
+        engine * parallel.tensor_parallel_size + rank, nearest.name if nearest else ""
+    )
+    used = found.nixl_engine_config.get(NET_DEVICES)
+    if used is None:
+        if device.type == "cuda":
+            log.info("rank %d: no RDMA port is up, so UCX chooses the network device", rank)
+    elif nearest is None or used != nearest.name:
+        log.info("rank %d: UCX uses the network device %s, as set", rank, used)
+    elif nearest.problem:
+        log.warning(
+            "rank %d: UCX uses %s, the nearest RDMA port, which is %s; set net_devices to choose "
+            "another",
+            *(rank, used, nearest.problem),
+        )
+    else:
+        log.info("rank %d: UCX uses %s, the RDMA port nearest to the GPU", rank, used)
+    return found
+
+
+def _nearest_port(device: torch.device) -> PairedPort | None:
+    """Return the RDMA port nearest to a GPU, None without a GPU or a port."""
+    if device.type != "cuda":
+        return None
     properties = torch.cuda.get_device_properties(device)
     place = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-    return local_nic_pairing().get("{:04x}:{:02x}:{:02x}.0".format(*place), "")
+    return local_nic_pairing().get("{:04x}:{:02x}:{:02x}.0".format(*place))

@@ -3,7 +3,9 @@
 A PE's request arrives when its hit KV is already in a DRAM buffer, so its hit tokens are reported
 as a synchronous load, which happens layer by layer within the forward pass.  A DE's request arrives
 when the prompt's KV is complete in this engine's buffer, so its tokens are reported as an
-asynchronous load: vLLM allocates HBM, the worker copies, then the request runs.
+asynchronous load: vLLM allocates HBM, the worker copies, then the request runs.  Where a DE
+computes the append, its transfer has the hit alone: vLLM computes the tokens behind it, and their
+full blocks are persisted like those of generated tokens.
 
 A connector cannot make vLLM's scheduler fail a request, except by a failed load.  So for a PE's
 request without a valid transfer, one token is reported as an asynchronous load, and the worker
@@ -20,7 +22,11 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
-from dualpath.engine.control.transfer_checks import TransferChecks, with_own_hits
+from dualpath.engine.control.transfer_checks import (
+    TransferChecks,
+    is_own_append,
+    with_own_hits,
+)
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.hbm_layout import NO_BLOCK, HbmBlock
 from dualpath.engine.passes.step_transfers import PrefillChunk
@@ -220,6 +226,8 @@ class SchedulerSide:
             transfer = None
         if isinstance(transfer, PrefillTransfer):
             transfer = with_own_hits(transfer, request.block_hashes)
+        elif transfer is not None and not is_own_append(transfer, request.block_hashes):
+            transfer = None
         tracked = self._tracked[request.request_id] = _TrackedRequest(request, transfer, tenant)
         return tracked
 

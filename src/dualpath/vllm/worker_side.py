@@ -40,7 +40,7 @@ from dualpath.vllm.drain_on_sigterm import ApiServer, on_drain_signal
 from dualpath.vllm.kernel_patches import enable_amx_tiles, patch_cpu_lora_kernels
 from dualpath.vllm.metadata import DecodeWork, HeldBlocks, HeldBlocksMetadata, StepMetadata
 from dualpath.vllm.model_identity import adapters_of, kv_layout, model_fingerprint
-from dualpath.vllm.parallel_ranks import agree_on_group, nearest_nic, with_load_exchange
+from dualpath.vllm.parallel_ranks import agree_on_group, with_load_exchange, with_own_nic
 from dualpath.vllm.pass_costs import PassCosts, TimedPass
 from dualpath.vllm.profiling import (
     NO_MORE_PASSES,
@@ -115,7 +115,8 @@ class WorkerSide:
         if self._settings.share_loads and self._prefills:
             self._place = with_load_exchange(self._place, get_tp_group(), layers, self._num_blocks)
         group = self._place.group
-        self._settings = self._settings.of_rank(group.rank, nearest_nic(here, group.size))
+        parallel = self._config.parallel_config
+        self._settings = with_own_nic(self._settings, parallel, group.rank, here)
         if group.rank:
             self._follower = open_follower(
                 self._settings, self.geometry, hbm, self._held, self._place, device

@@ -19,16 +19,19 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.report.model import Notes, Report, SideBySide, Table
+from dualpath_sim.simulator.derived import buffer_bytes
 from dualpath_sim.simulator.result import NS_PER_S, SimulationResult
 from dualpath_sim.simulator.settings import ClusterSettings
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 BUSY_SHARE = 0.9
 #: From this use on a resource counts as the bottleneck.
 BINDING_USE = 0.8
-#: The same for the DEs' HBM, which is never full: a request takes room for all of it or none.
-BINDING_HBM_USE = 0.7
+#: The same for buffers and for the DEs' HBM, which are never full: a request takes room for all of
+#: its KV or waits.
+BINDING_MEMORY_USE = 0.7
 
 STAGES = (
     ("scheduling", "submitted_ns", "assigned_ns"),
@@ -52,6 +55,10 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     """Shares (0 to 1) of capacity in the busy part, means over nodes or engines of the role.
 
     SNIC and CNIC by bytes; PE by the time in forward passes; DE by HBM held by decoding requests.
+    Buffers by the slots of granted rounds: a DE's for the whole prompt until it is in HBM, a PE's
+    for the part of the hit that PEs read, by their share of all bytes read, until the first token.
+    Oracle has no buffers: None.
+
     A PE is nearly always in a pass, be it of one request, so ``prefill_wait_passes`` shows whether
     it is too slow: how long a round waits for it, in mean lengths of a pass.  About a half is the
     wait for the pass under way; from one on, rounds wait for whole passes of others.
@@ -62,6 +69,8 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     cnic: float
     prefill_engines: float
     prefill_wait_passes: float
+    prefill_buffers: float | None
+    decode_buffers: float | None
     decode_hbm: float
 
 
@@ -136,8 +145,9 @@ def compare(summaries: Sequence[RunSummary], notes: Sequence[str] = ()) -> Repor
         raise ConfigError("there is no run to compare; simulate at least one mode")
     busy = (
         f"All figures are simulated. Use is the mean until {BUSY_SHARE:.0%} of the rounds "
-        f"were over; a resource binds if its use is {BINDING_USE:.0%} or more (HBM "
-        f"{BINDING_HBM_USE:.0%}); else the PEs bind if rounds wait for them longer than a pass."
+        f"were over; a resource binds if its use is {BINDING_USE:.0%} or more (a "
+        f"memory: {BINDING_MEMORY_USE:.0%}); else the PEs bind if rounds wait for them longer than "
+        "a pass."
     )
     return Report(
         name="simulation",
@@ -172,6 +182,8 @@ def _table(summaries: Sequence[RunSummary]) -> Table:
     rows.add("use", "CNICs", lambda s: s.use.cnic, "{:.0%}")
     rows.add("use", "PEs in forward passes", lambda s: s.use.prefill_engines, "{:.0%}")
     rows.add("use", "wait for a PE, passes", lambda s: s.use.prefill_wait_passes, "{:.1f}")
+    rows.add("use", "buffers of the PEs", lambda s: s.use.prefill_buffers, "{:.0%}")
+    rows.add("use", "buffers of the DEs", lambda s: s.use.decode_buffers, "{:.0%}")
     rows.add("use", "HBM of the DEs", lambda s: s.use.decode_hbm, "{:.0%}")
     rows.add("binds", "what binds", lambda s: s.binds)
     return rows.table()
@@ -211,12 +223,15 @@ def _use(result: SimulationResult, stages_s: dict[str, float]) -> Use:
     p = cluster.prefill_nodes
     # A CNIC carries its rate in either direction.
     cnic_rate = 2 * cluster.cnic_bytes_per_s * cluster.gpus_per_node
+    prefill_buffers, decode_buffers = _buffer_use(result, end_ns)
     return Use(
         snic_prefill=float(reads[:p].mean() / cluster.snic_bytes_per_s),
         snic_decode=float(reads[p:].mean() / cluster.snic_bytes_per_s),
         cnic=float(links.cnic_bytes[:windows].sum() / busy_s / cluster.nodes / cnic_rate),
         prefill_engines=_prefill_use(result, end_ns),
         prefill_wait_passes=_prefill_wait_passes(result, stages_s),
+        prefill_buffers=prefill_buffers,
+        decode_buffers=decode_buffers,
         decode_hbm=_decode_hbm_use(result, end_ns),
     )
 
@@ -250,16 +265,56 @@ def prefill_units(cluster: ClusterSettings) -> int:
     return -(-cluster.prefill_engines // cluster.group_engines(Role.PREFILL))
 
 
+def _buffer_use(result: SimulationResult, end_ns: int) -> tuple[float | None, float | None]:
+    """Return the use of the buffers of PEs and of DEs (``Use``), None for Oracle."""
+    turns, agents, setup = result.turns, result.agents, result.setup
+    if not setup.mode.moves_bytes:
+        return None, None
+    cluster, read = setup.cluster, result.links.snic_read_bytes.sum(axis=0)
+    all_read = float(read.sum())
+    pe_share = float(read[: cluster.prefill_nodes].sum()) / all_read if all_read else 0.0
+    hit_tokens, prompt_tokens = (
+        _whole_blocks(tokens, cluster.block_tokens)
+        for tokens in (agents.hit_tokens, agents.prompt_tokens)
+    )
+    at_prefill, at_decode = buffer_bytes(setup)
+    used = []
+    for tokens, until_ns, nodes, node_bytes in (
+        (pe_share * hit_tokens, turns.first_token_ns, cluster.prefill_nodes, at_prefill),
+        (prompt_tokens, turns.decoding_ns, cluster.decode_nodes, at_decode),
+    ):
+        token_ns = _held_token_ns(result, turns.granted_ns, until_ns, tokens, end_ns)
+        room = nodes * node_bytes * end_ns
+        used.append(token_ns * setup.model.kv_bytes_per_token / room if room else 0.0)
+    return used[0], used[1]
+
+
+def _whole_blocks(tokens: NDArray[np.int32], block_tokens: int) -> FloatArray:
+    """Return the tokens of the blocks that hold these tokens."""
+    return np.ceil(tokens / block_tokens) * block_tokens
+
+
 def _decode_hbm_use(result: SimulationResult, end_ns: int) -> float:
     turns, agents, setup = result.turns, result.agents, result.setup
-    started = turns.decoding_ns >= 0
-    until = np.where(turns.finished_ns >= 0, turns.finished_ns, result.end_ns)
-    held_ns = np.minimum(until, end_ns) - np.minimum(turns.decoding_ns, end_ns)
     tokens = agents.prompt_tokens.astype(np.float64) + agents.generated_tokens / 2
-    byte_ns = float((held_ns * tokens)[started].sum()) * setup.model.kv_bytes_per_token
+    token_ns = _held_token_ns(result, turns.decoding_ns, turns.finished_ns, tokens, end_ns)
     gpus = setup.cluster.decode_nodes * setup.cluster.gpus_per_node
     room = setup.cluster.decode_hbm_bytes * gpus / setup.model.decode_replicas
-    return byte_ns / (room * end_ns)
+    return token_ns * setup.model.kv_bytes_per_token / (room * end_ns)
+
+
+def _held_token_ns(
+    result: SimulationResult,
+    from_ns: IntArray,
+    until_ns: IntArray,
+    tokens: FloatArray,
+    end_ns: int,
+) -> float:
+    """Return token-nanoseconds that rounds hold before ``end_ns``; times are -1 for never."""
+    started = from_ns >= 0
+    until = np.where(until_ns >= 0, until_ns, result.end_ns)
+    held_ns = np.minimum(until, end_ns) - np.minimum(from_ns, end_ns)
+    return float((held_ns * tokens)[started].sum())
 
 
 def _stages_s(result: SimulationResult) -> dict[str, float]:
@@ -284,7 +339,9 @@ def _binds(use: Use, stages_s: dict[str, float]) -> str:
         "SNICs of the PEs": use.snic_prefill / BINDING_USE,
         "SNICs of the DEs": use.snic_decode / BINDING_USE,
         "CNICs": use.cnic / BINDING_USE,
-        "HBM of the DEs": use.decode_hbm / BINDING_HBM_USE,
+        "buffers of the PEs": (use.prefill_buffers or 0.0) / BINDING_MEMORY_USE,
+        "buffers of the DEs": (use.decode_buffers or 0.0) / BINDING_MEMORY_USE,
+        "HBM of the DEs": use.decode_hbm / BINDING_MEMORY_USE,
     }
     name = max(shares, key=lambda key: shares[key])
     if shares[name] >= 1:

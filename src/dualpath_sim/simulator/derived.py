@@ -203,7 +203,8 @@ def _runs(first: int, end: int, group: int) -> list[range]:
 def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
     """Return the scheduler's settings: those of the cluster with the same name, and what follows.
 
-    A new rule's setting is a field of ``ClusterSettings``; nothing is added here.
+    A new rule's setting is a field of ``ClusterSettings``.  With window layers no DE computes an
+    append: blocks that leave a window before they are full would not be stored.
     """
     cluster = setup.cluster
     names = [name for name in SchedulerSettings.__struct_fields__ if hasattr(cluster, name)]
@@ -213,6 +214,8 @@ def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
         "beta_tokens": limits.beta_tokens,
         "computed_weight": setup.model.computed_weight,
     }
+    if setup.model.window_layers:
+        derived["append_at_decode_tokens"] = 0
     return SchedulerSettings(**{name: getattr(cluster, name) for name in names} | derived)
 
 
@@ -228,6 +231,7 @@ def engine_specs(setup: Setup, limits: Limits, layout: ClusterLayout) -> list[En
             order=engine,
             hbm_tokens=limits.decode_hbm_tokens,
             snic_tokens_per_s=limits.read_tokens_per_s,
+            lockstep=cluster.lockstep and len(group.engines) > 1,
         )
         for group in layout.groups
         for engine in group.engines

@@ -148,6 +148,15 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
             le=LONGEST_S,
         ),
     ] = 0.0
+    append_at_decode_tokens: Annotated[
+        int,
+        Setting(
+            "a DE that has a request's hit computes up to this many tokens behind it, without a "
+            "PE; 0: a PE computes them",
+            ge=0,
+            le=1 << 30,
+        ),
+    ] = 0
     rebalancing: RebalanceSettings | None = None
 
     def check(self) -> None:
@@ -179,6 +188,7 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
             "snic_sharing": self.snic_sharing != "fifo",
             "dram_tier_bytes": self.dram_tier_bytes is not None,
             "recompute_limit_s": self.recompute_limit_s > 0,
+            "append_at_decode_tokens": self.append_at_decode_tokens > 0,
             "rebalancing": self.rebalancing is not None,
         }
         return [name for name, is_used in used.items() if is_used]

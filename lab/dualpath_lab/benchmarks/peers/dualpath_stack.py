@@ -42,6 +42,7 @@ class DualPathStack:
 
     def _cluster(self, settings: PeerSettings) -> LocalClusterSettings:
         return LocalClusterSettings(
+            transport="nixl",
             model=settings.model,
             storage=f"{settings.storage}/dualpath",
             nodes=nodes_text(len(settings.prefill), len(settings.decode)),

@@ -37,6 +37,22 @@ _CALL_POLL_S = 0.001
 _CALL_POLLS = 1000
 
 
+#: Probability that the faults of a run are in a few components only.
+_FOCUSED = 1 / 2
+_FOCUSED_ON = 2
+
+
+class Component(enum.Enum):
+    """What a fault is in."""
+
+    ENGINES = enum.auto()
+    ROUTERS = enum.auto()
+    NETWORK = enum.auto()
+    STORAGE = enum.auto()
+    TRANSFERS = enum.auto()
+    LEASES = enum.auto()
+
+
 class ClusterFeature(enum.Enum):
     """Features that only some clusters have."""
 
@@ -52,12 +68,17 @@ class FaultKind(msgspec.Struct, frozen=True):
     """
 
     name: str
+    component: Component
     begin: Callable[["Adversary"], Callable[[], None] | None]
     needs: ClusterFeature | None = None
 
 
 class Adversary:
-    """Injects ``faults`` faults of the given ``kinds``, and ends each after a while."""
+    """Injects ``faults`` faults of the given ``kinds``, and ends each after a while.
+
+    In half of the runs with several faults these are in two components only: bugs that need two
+    faults at once are rare among all pairs of kinds.
+    """
 
     def __init__(
         self,
@@ -72,6 +93,7 @@ class Adversary:
         self.clients = clients
         #: Whether a transfer lasts longer than all time-outs: requests fail without other engines.
         self.transfer_hangs = False
+        kinds = self._focused(kinds, faults)
         self._waiting = [world.chance.choice(kinds) for _ in range(faults)] if kinds else []
         self._unfinished = len(self._waiting)
         self._alone = faults == 1
@@ -83,6 +105,15 @@ class Adversary:
     def done(self) -> bool:
         """Whether every fault has ended."""
         return self._unfinished == 0
+
+    def _focused(self, kinds: Sequence[FaultKind], faults: int) -> Sequence[FaultKind]:
+        """Return the kinds of which the faults of this run are drawn."""
+        components = [c for c in Component if any(kind.component is c for kind in kinds)]
+        chance = self.world.chance
+        if faults < 2 or len(components) <= _FOCUSED_ON or chance.random() >= _FOCUSED:
+            return kinds
+        chosen = chance.sample(components, _FOCUSED_ON)
+        return [kind for kind in kinds if kind.component in chosen]
 
     def _maybe_begin(self) -> None:
         """Begin a fault with some probability, as something begins, arrives or is in flight."""
@@ -357,42 +388,59 @@ class Adversary:
 
 
 FAULT_KINDS = (
-    FaultKind("kill an engine", Adversary.kill_engine),
-    FaultKind("lose an engine", Adversary.lose_engine),
-    FaultKind("terminate an engine", Adversary.terminate_engine),
-    FaultKind("stop an engine", Adversary.stop_engine),
-    FaultKind("kill a rank", Adversary.kill_rank, needs=ClusterFeature.RANKS),
-    FaultKind("stop a rank", Adversary.stop_rank, needs=ClusterFeature.RANKS),
-    FaultKind("kill the router", Adversary.kill_router),
-    FaultKind("stop the router", Adversary.stop_router),
-    FaultKind("kill a front end", Adversary.kill_front_end, needs=ClusterFeature.FRONT_ENDS),
+    FaultKind("kill an engine", Component.ENGINES, Adversary.kill_engine),
+    FaultKind("lose an engine", Component.ENGINES, Adversary.lose_engine),
+    FaultKind("terminate an engine", Component.ENGINES, Adversary.terminate_engine),
+    FaultKind("stop an engine", Component.ENGINES, Adversary.stop_engine),
+    FaultKind("kill a rank", Component.ENGINES, Adversary.kill_rank, needs=ClusterFeature.RANKS),
+    FaultKind("stop a rank", Component.ENGINES, Adversary.stop_rank, needs=ClusterFeature.RANKS),
+    FaultKind("kill the router", Component.ROUTERS, Adversary.kill_router),
+    FaultKind("stop the router", Component.ROUTERS, Adversary.stop_router),
     FaultKind(
-        "kill the router and a front end", Adversary.kill_both, needs=ClusterFeature.FRONT_ENDS
+        "kill a front end",
+        Component.ROUTERS,
+        Adversary.kill_front_end,
+        needs=ClusterFeature.FRONT_ENDS,
     ),
     FaultKind(
-        "terminate a front end", Adversary.terminate_front_end, needs=ClusterFeature.FRONT_ENDS
+        "kill the router and a front end",
+        Component.ROUTERS,
+        Adversary.kill_both,
+        needs=ClusterFeature.FRONT_ENDS,
     ),
-    FaultKind("stop a front end", Adversary.stop_front_end, needs=ClusterFeature.FRONT_ENDS),
+    FaultKind(
+        "terminate a front end",
+        Component.ROUTERS,
+        Adversary.terminate_front_end,
+        needs=ClusterFeature.FRONT_ENDS,
+    ),
+    FaultKind(
+        "stop a front end",
+        Component.ROUTERS,
+        Adversary.stop_front_end,
+        needs=ClusterFeature.FRONT_ENDS,
+    ),
     FaultKind(
         "restart a decode engine unnoticed",
+        Component.ENGINES,
         Adversary.restart_engine_unnoticed,
         needs=ClusterFeature.FRONT_ENDS,
     ),
-    FaultKind("reset a control connection", Adversary.reset_control),
-    FaultKind("stall a control connection", Adversary.stall_control),
-    FaultKind("duplicate control messages", Adversary.duplicate_control),
-    FaultKind("reset a call to an engine", Adversary.reset_call),
-    FaultKind("lose a call to an engine", Adversary.lose_call),
-    FaultKind("silence an HTTP server", Adversary.silence_server),
-    FaultKind("hang a core", Adversary.hang_core),
-    FaultKind("let a client leave", Adversary.client_leaves),
-    FaultKind("slow storage", Adversary.slow_storage),
-    FaultKind("failing storage", Adversary.failing_storage),
-    FaultKind("full storage", Adversary.full_storage),
-    FaultKind("rotting storage", Adversary.rotting_storage),
-    FaultKind("stalling transfers", Adversary.stalling_transfers),
-    FaultKind("hanging transfers", Adversary.hanging_transfers),
-    FaultKind("failing transfers", Adversary.failing_transfers),
+    FaultKind("reset a control connection", Component.NETWORK, Adversary.reset_control),
+    FaultKind("stall a control connection", Component.NETWORK, Adversary.stall_control),
+    FaultKind("duplicate control messages", Component.NETWORK, Adversary.duplicate_control),
+    FaultKind("reset a call to an engine", Component.NETWORK, Adversary.reset_call),
+    FaultKind("lose a call to an engine", Component.NETWORK, Adversary.lose_call),
+    FaultKind("silence an HTTP server", Component.NETWORK, Adversary.silence_server),
+    FaultKind("hang a core", Component.ENGINES, Adversary.hang_core),
+    FaultKind("let a client leave", Component.NETWORK, Adversary.client_leaves),
+    FaultKind("slow storage", Component.STORAGE, Adversary.slow_storage),
+    FaultKind("failing storage", Component.STORAGE, Adversary.failing_storage),
+    FaultKind("full storage", Component.STORAGE, Adversary.full_storage),
+    FaultKind("rotting storage", Component.STORAGE, Adversary.rotting_storage),
+    FaultKind("stalling transfers", Component.TRANSFERS, Adversary.stalling_transfers),
+    FaultKind("hanging transfers", Component.TRANSFERS, Adversary.hanging_transfers),
+    FaultKind("failing transfers", Component.TRANSFERS, Adversary.failing_transfers),
 )
 
 
@@ -431,7 +479,7 @@ def _store(name: str, value: float) -> Callable[[Adversary], Callable[[], None]]
 
 
 def _kind(name: str, begin: Callable[[Adversary], Callable[[], None] | None]) -> FaultKind:
-    return FaultKind(name, begin, needs=ClusterFeature.LEASE)
+    return FaultKind(name, Component.LEASES, begin, needs=ClusterFeature.LEASE)
 
 
 LEASE_FAULT_KINDS = (

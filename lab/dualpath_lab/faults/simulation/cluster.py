@@ -216,6 +216,8 @@ class Cluster:
             if follower.process.alive != follower.engine.process.alive:
                 found.append(f"only one of {follower.engine.name} and {follower.name} has ended")
         found += self.front_ends.held_when_idle()
+        if self.router.serves:
+            found += self.front_ends.knowing_others(self.router.service.registry.alive())
         if self.shared.http.calls:
             found.append(f"{len(self.shared.http.calls)} calls to engines are open")
         return found + self._janitor_failures()
@@ -232,6 +234,15 @@ class Cluster:
         file = self.shared.disk.files.get(object_path(STATUS))
         if file is None:
             return ["the storage has had no janitor"]
+        janitors = [(e.name, e.janitor) for e in self.engines.values() if e.process.alive]
+        holders = [(name, janitor) for name, janitor in janitors if janitor is not None]
+        if len(holders) != 1:
+            return [f"the storage has {len(holders)} janitors: {', '.join(n for n, _ in holders)}"]
+        ((name, janitor),) = holders
+        assert janitor.index is not None
+        if unknown := self.shared.janitor_checker.unknown_to(janitor.index):
+            found = f"{len(unknown)} blocks of the journal, such as {unknown[0].hex()[:8]}"
+            return [f"{name}, the storage's janitor, does not know {found}"]
         status = msgspec.json.decode(file.content, type=Status)
         if self.world.now_s - status.time_s > _STATUS_S:
             return [f"the storage has had no janitor since {status}"]

@@ -118,6 +118,8 @@ class ClusterResources:
         #: Namespaces of all stored blocks.
         self.namespaces: dict[StoreNamespace, None] = {}
         self._processes: dict[int, Process] = {}
+        #: The processes of other ranks of an engine, by the number of its first rank's process.
+        self._ranks: dict[int, list[Process]] = defaultdict(list)
         self._views = views
         self._tables: dict[str, SimProcessTable] = {}
         self._on_host: dict[str, dict[int, Process]] = defaultdict(dict)
@@ -125,13 +127,20 @@ class ClusterResources:
         self.unproven = ProcView.FOREIGN in views.values()
         self.leadership = SchedulerLeadership(world, election)
 
-    def process(self, name: str, host: str) -> tuple[Process, HostProcess]:
-        """Start a process on a machine; return it, and its identity on that machine."""
+    def process(
+        self, name: str, host: str, first_rank: HostProcess | None = None
+    ) -> tuple[Process, HostProcess]:
+        """Start a process on a machine; return it, and its identity on that machine.
+
+        ``first_rank`` is the process of the engine that a follower rank belongs to.
+        """
         process = Process(self.world, name)
         number = len(self._processes) + 1
         known = HostProcess(host=host, pid=number, start_ticks=number)
         self._processes[number] = process
         self._on_host[host][number] = process
+        if first_rank is not None:
+            self._ranks[first_rank.pid].append(process)
         return process, known
 
     def table(self, host: str) -> SimProcessTable:
@@ -146,10 +155,15 @@ class ClusterResources:
         return known if self.table(known.host).host() else HostProcess()
 
     def has_exited(self, host: str, process: HostProcess) -> bool:
-        """Return the answer of ``host_process.has_exited`` on a machine, and check it."""
+        """Return the answer of ``host_process.has_exited`` on a machine, and check it.
+
+        An engine has exited when all its ranks have, whether its identity names them or not.
+        """
         answer = host_process.has_exited(process, self.table(host))
-        every = (process, *process.ranks)
-        exited = all(p.pid in self._processes and self._processes[p.pid].has_exited for p in every)
+        first = self._processes.get(process.pid)
+        exited = first is not None and all(
+            one.has_exited for one in (first, *self._ranks.get(process.pid, ()))
+        )
         if answer and not exited:
             self.world.problem(f"{host} takes process {process.pid} for dead, which is alive")
         self.unproven |= exited and not answer and host == process.host

@@ -452,12 +452,20 @@ class SimCalls(DiskCalls):
         return self._filled(descriptor, buffers[:1] if short else buffers, offset)
 
     def unlink(self, path: str, /) -> None:
-        """Remove a name, unless an injected fault refuses it."""
+        """Remove a name, unless an injected fault refuses it.
+
+        A temporary name is removed by its writer, or after the writer has exited.
+        """
         try:
             self._step(changes=True)
         except OSError:
             self.disk.unlink_refused.add(path)
             raise
+        file = self.disk.file(path)
+        if f"/{TEMPORARY_FOLDER}/" in path and file.writer != self.writer:
+            writer = self.world.processes.get(file.writer)
+            if writer is not None and writer.alive:
+                self.world.problem(f"{self.writer} removes {path} of {file.writer}, which is alive")
         self.disk.unlink(path)
 
     def _step(self, *, changes: bool = False) -> None:

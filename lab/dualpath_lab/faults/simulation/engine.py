@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.cluster import GroupRank, HostProcess, Role
@@ -12,11 +13,15 @@ from dualpath.core.errors import ConfigError, DualPathError, EngineLostError, St
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION
 from dualpath.engine.control.link import RouterConnection
 from dualpath.engine.control.surroundings import Surroundings, open_node_dram
+from dualpath.engine.passes.device import Device
+from dualpath.engine.passes.hbm_layout import HbmBlock
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.threads import TimeLimit
+from dualpath.plan.steps import Step
 from dualpath.router.token_api.wire import GenerateRequest, decode_body
 from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.contract import BlockStorage, ReadOutcome, run_origins
+from dualpath.storage.janitor import Janitor
 from dualpath.storage.node_dram import NodeDram
 from dualpath.storage.objects import ObjectInfo, ObjectTree, PosixObjects
 from dualpath.storage.posix import PosixStorage
@@ -78,14 +83,18 @@ class SimStorage:
     """One engine's access to the shared storage: ``storage.contract.BlockStorage``."""
 
     def __init__(
-        self, inner: PosixStorage, disk: Disk, pace: Pace, check: Callable[[memoryview], None]
+        self,
+        inner: PosixStorage,
+        disk: Disk,
+        pace: Pace,
+        reading: Callable[[memoryview], AbstractContextManager[None]],
     ) -> None:
         self.geometry = inner.geometry
         self.parallel_lookups = 2
         self._inner = inner
         self._disk = disk
         self._pace = pace
-        self._check = check
+        self._reading = reading
 
     def is_stored(self, key: BlockKey) -> bool:
         """Look up a block after a delay."""
@@ -94,14 +103,15 @@ class SimStorage:
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read a block after a delay; the read may fail or the block may be corrupted."""
-        slow = self._pace.take_time("read")
-        self._check(destination)
-        if slow and self._pace.happens(_SLOW_FAIL, "read fails"):
-            destination[: len(destination) // 2] = bytes(len(destination) // 2)
-            return ReadOutcome(0, "read error: injected")
-        if self._pace.happens(self._pace.faults.corrupting, f"block {key.hex()[:8]} is corrupted"):
-            self._corrupt(key)
-        return self._inner.read(key, destination, whole=whole)
+        with self._reading(destination):
+            slow = self._pace.take_time("read")
+            if slow and self._pace.happens(_SLOW_FAIL, "read fails"):
+                destination[: len(destination) // 2] = bytes(len(destination) // 2)
+                return ReadOutcome(0, "read error: injected")
+            corrupted = f"block {key.hex()[:8]} is corrupted"
+            if self._pace.happens(self._pace.faults.corrupting, corrupted):
+                self._corrupt(key)
+            return self._inner.read(key, destination, whole=whole)
 
     def write(
         self,
@@ -230,7 +240,7 @@ class EngineConnection(Connection):
 class EngineFiles:
     """One engine's access to the storage: the real file storage on the simulated disk.
 
-    ``check`` is called with the memory that a block is about to be read into.
+    While a block is read, the context ``reading`` of the memory that it is read into is entered.
     """
 
     def __init__(
@@ -238,7 +248,7 @@ class EngineFiles:
         shared: ClusterResources,
         threads: SimThreads,
         known: HostProcess,
-        check: Callable[[memoryview], None],
+        reading: Callable[[memoryview], AbstractContextManager[None]],
     ) -> None:
         runs = functools.partial(shared.runs, known.host)
         context = (threads, shared.storage_faults, known, runs)
@@ -247,7 +257,7 @@ class EngineFiles:
         self._object_calls = CheckedCalls(shared.janitor_checker, shared.disk, *context)
         self._dram_calls = SimCalls(shared.node_dram[known.host], *context)
         self._pace = Pace(threads, shared.storage_faults)
-        self._check = check
+        self._reading = reading
 
     @property
     def open(self) -> int:
@@ -265,13 +275,14 @@ class EngineFiles:
         """Open the storage; raises ``ConfigError`` if a system call fails."""
         self._shared.namespaces[namespace] = None
         inner = PosixStorage(ROOT, namespace, direct_io=False, calls=self._block_calls)
-        return SimStorage(inner, self._shared.disk, self._pace, self._check)
+        return SimStorage(inner, self._shared.disk, self._pace, self._reading)
 
     def open_node_dram(
         self, settings: EngineSettings, namespace: StoreNamespace
     ) -> NodeDram | None:
         """Open the DRAM that engines of the machine share; None without shared DRAM."""
-        return open_node_dram(settings, namespace, self._dram_calls)
+        world = self._dram_calls.world
+        return open_node_dram(settings, namespace, self._dram_calls, lambda: world.now_s)
 
     def open_tree(self, settings: EngineSettings) -> ObjectTree:
         """Open the objects that are stored with the blocks."""
@@ -306,7 +317,7 @@ class SimEngine:
         self.engine_id = settings.engine.engine_id
         self.name = f"{self.engine_id}#{start}"
         self.host = host
-        self.process, self._known = shared.process(self.name, host)
+        self.process, self.known = shared.process(self.name, host)
         self.threads = SimThreads(self.process)
         self.transport: SimTransport | None = None
         self.plane: DataPlane | None = None
@@ -317,7 +328,9 @@ class SimEngine:
         #: The calls that its HTTP server has, and when it has last sent anything of each.
         self._calls: dict[str, float | None] = {}
         self._hbm_owners: dict[int, str] = {}
-        self._files = EngineFiles(shared, self.threads, self._known, self._check_read)
+        #: Slots of the buffer that a read from storage writes to.
+        self._read_into: set[int] = set()
+        self._files = EngineFiles(shared, self.threads, self.known, self._reading)
         shared.world.note(self.name, "starts")
         others = range(1, settings.tensor_parallel_size)
         self.followers = tuple(SimFollower(self, rank) for rank in others)
@@ -336,7 +349,7 @@ class SimEngine:
             connect=self._connect,
             listens=lambda url: self.serves,
             new_epoch=lambda: self.name,
-            this_process=lambda: self.shared.identity(self._known),
+            this_process=lambda: self.shared.identity(self.known),
             has_exited=functools.partial(self.shared.has_exited, self.host),
             end_process=self._exit,
         )
@@ -352,6 +365,7 @@ class SimEngine:
             self._start_failed()
             return
         self._watch_hbm(plane)
+        self._watch_copies(plane)
         self.plane = plane
         prefills = self.settings.engine.role is Role.PREFILL
         self._engine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
@@ -470,7 +484,7 @@ class SimEngine:
 
     # ------------------------------------------------------------------ surroundings
 
-    def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
+    def _open_transport(self, agent: str, settings: EngineSettings, device: Device) -> Transport:
         shared = self.shared
         self.transport = SimTransport(
             *(agent, shared.fabric, self.process, shared.transfer_faults, shared.owner_of),
@@ -490,28 +504,38 @@ class SimEngine:
     # ------------------------------------------------------------------ owners of memory
 
     def owner_of(self, region: str, piece: int) -> str | None:
-        """Return the owner of a piece of a region, None if it is free."""
+        """Return the request for which bytes may arrive in a piece of a region, None if for none.
+
+        A slot that a read from storage writes to has no owner.
+        """
         if self.plane is None:
             return None
         manager = self.plane.manager
         memory = region.partition(".")[0]
         if memory == BUFFER_REGION:
-            return manager.buffer.owner(piece)
+            return None if piece in self._read_into else manager.buffer.owner(piece)
         if memory == STAGING_REGION:
             return "staging" if manager.staging.is_leased(piece) else None
         free = piece in self.plane.hbm._free
         return None if free else self._hbm_owners.get(piece)
 
-    def _check_read(self, destination: memoryview) -> None:
-        """A block is about to be read from storage: its slot must be pinned."""
+    @contextmanager
+    def _reading(self, destination: memoryview) -> Iterator[None]:
+        """A block is read from storage: its slot must be pinned until the read is over."""
         if self.plane is None or not self.process.alive:
+            yield
             return
         buffer = self.plane.manager.buffer
         slot = buffer.slot_at(address_of(destination))
-        if not buffer.is_pinned(slot):
-            self.shared.world.problem(
-                f"{self.name}: a read writes to slot {slot}, which is not pinned"
-            )
+        self._read_into.add(slot)
+        try:
+            yield
+        finally:
+            self._read_into.discard(slot)
+            if self.process.alive and not buffer.is_pinned(slot):
+                self.shared.world.problem(
+                    f"{self.name}: a read writes to slot {slot}, which is not pinned"
+                )
 
     def _watch_hbm(self, plane: DataPlane) -> None:
         allocate, numbers = plane.hbm.allocate, itertools.count()
@@ -524,12 +548,40 @@ class SimEngine:
 
         plane.hbm.allocate = noted_allocate  # type: ignore[method-assign]
 
+    def _watch_copies(self, plane: DataPlane) -> None:
+        """Check that a request is copied into HBM only from slots that it holds."""
+        copier, buffer = plane.manager._rank.copier, plane.manager.buffer
+        copy = copier.into_hbm
+
+        def checked(
+            request_id: str,
+            steps: Sequence[Step],
+            hbm_blocks: Sequence[HbmBlock],
+            done: Callable[[str | None], None],
+        ) -> None:
+            held = {*buffer.slots_of(request_id)}
+            if others := {slot for step in steps for slot in step.slots} - held:
+                self.shared.world.problem(
+                    f"{self.name}: {request_id} is copied from slots {sorted(others)}, which it "
+                    "does not hold"
+                )
+            copy(request_id, steps, hbm_blocks, done)
+
+        copier.into_hbm = checked  # type: ignore[method-assign]
+
     def cached_blocks(self) -> Iterator[tuple[BlockKey, bytes]]:
         """Yield the keys and contents of the blocks that its buffer caches."""
         if self.plane is not None and self.process.alive:
             buffer = self.plane.manager.buffer
             for slot, key in buffer.cached_blocks():
                 yield key, bytes(buffer.view(slot))
+
+    @property
+    def janitor(self) -> Janitor | None:
+        """The storage's janitor if this engine is it, or believes so."""
+        maintenance = None if self.plane is None else self.plane.membership._maintenance
+        janitor = None if maintenance is None else maintenance.maintenance._janitor
+        return None if janitor is None or janitor.index is None else janitor
 
     def held_when_idle(self) -> list[str]:
         """Return descriptions of what the engine still holds without requests."""

@@ -1,8 +1,9 @@
-"""Checks that the janitor of a simulated storage respects the events it has read.
+"""Checks that the janitor of a simulated storage respects its lease and the events it has read.
 
 A block is protected if it was used or written in the last ``protect_s``, or if it is pinned, and if
 this was recorded before the janitor last read the journal or the pins.  The janitor must not evict
-a protected block, nor a block that precedes one in its chain.
+a protected block, nor a block that precedes one in its chain, nor any block after it has seen that
+another process has the lease.  It knows every stored block that the journal has recorded.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,14 +11,15 @@ from collections.abc import Callable, Mapping
 from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import HostProcess
 from dualpath.storage.block_file import HEADER_BYTES, decode_header
-from dualpath.storage.janitor import PINS
+from dualpath.storage.chain_index import ChainIndex
+from dualpath.storage.janitor import PINS, TERMS
 from dualpath.storage.journal import JOURNAL, Removed, Written, decode_segment
 from dualpath.storage.posix import key_of
 from dualpath_lab.faults.simulation.disk import Disk, Listing, SimCalls, StorageFaults, object_path
 from dualpath_lab.faults.simulation.threads import SimThreads
 from dualpath_lab.faults.simulation.world import World
 
-_JOURNAL, _PINS = object_path(JOURNAL), object_path(PINS)
+_JOURNAL, _PINS, _TERMS = map(object_path, (JOURNAL, PINS, TERMS))
 
 
 class JanitorChecker:
@@ -31,6 +33,8 @@ class JanitorChecker:
         self._parents: dict[BlockKey, BlockKey] = {}
         #: For each block, pairs of when a use was recorded and when it happened.
         self._uses: dict[BlockKey, list[tuple[float, float]]] = {}
+        #: Blocks whose write is the last event that the journal has recorded of them.
+        self._recorded: set[BlockKey] = set()
         #: Last blocks of pinned chains, and for each known block of them the time of its pin.
         self._pinned_ends: list[BlockKey] = []
         self._pinned_s: dict[BlockKey, float] = {}
@@ -42,8 +46,12 @@ class JanitorChecker:
             if isinstance(event, Written) and event.parent:
                 self._parents[event.key] = event.parent
         for event in segment.events if segment is not None else ():
-            if not isinstance(event, Removed):
-                self._used(event.key, (self._world.now_s, event.time_s))
+            if isinstance(event, Removed):
+                self._recorded.discard(event.key)
+                continue
+            if isinstance(event, Written):
+                self._recorded.add(event.key)
+            self._used(event.key, (self._world.now_s, event.time_s))
 
     def pin(self, key: BlockKey) -> None:
         """A chain has been pinned."""
@@ -67,6 +75,15 @@ class JanitorChecker:
                 if header is not None and header.origin.parent:
                     parents.setdefault(key, header.origin.parent)
         return stored & {one for end in self._pinned_ends for one in chain_of(end, parents)}
+
+    def unknown_to(self, index: ChainIndex) -> list[BlockKey]:
+        """Return the stored blocks that the journal has recorded and a janitor's index lacks."""
+        return [
+            key
+            for path, _ in self._disk.blocks()
+            if (key := key_of(path)) in self._recorded
+            and index.row(path.split("/")[2], key) is None
+        ]
 
     def on_evicted(self, key: BlockKey, by: str, events_s: float, pins_s: float) -> None:
         """A janitor removes a block; it last read events and pins at these times."""
@@ -117,14 +134,19 @@ class CheckedCalls(SimCalls):
         super().__init__(disk, threads, faults, known, runs)
         self._checker = checker
         self._events_s = self._pins_s = 0.0
+        #: The process that had the lease when this one last looked.
+        self._seen_holder = ""
 
     def scandir(self, path: str, /) -> Listing:
-        """Record when the journal and the pins were last read."""
+        """Record when the journal and the pins were last read, and who had the lease."""
         if path == _JOURNAL:
             self._events_s = self.world.now_s
         elif path == _PINS:
             self._pins_s = self.world.now_s
-        return super().scandir(path)
+        listing = super().scandir(path)
+        if path == _TERMS and (terms := self.disk.names(_TERMS.rstrip("/"))):
+            self._seen_holder = self.disk.file(_TERMS + max(terms)).writer
+        return listing
 
     def rename(self, source: str, target: str, /) -> None:
         """Record events of the journal."""
@@ -136,4 +158,9 @@ class CheckedCalls(SimCalls):
         """Check an eviction."""
         super().unlink(path)
         if (key := key_of(path)) is not None:
+            if self._seen_holder != self.writer:
+                self.world.problem(
+                    f"{self.writer} evicts block {key.hex()[:8]} although it has seen that "
+                    f"{self._seen_holder} has the janitor's lease"
+                )
             self._checker.on_evicted(key, self.writer, self._events_s, self._pins_s)

@@ -37,8 +37,9 @@ from dualpath.router.engine_calls import Job
 from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import Attempt, RequestLife
 from dualpath.router.scheduler import attempt as engine_attempt
-from dualpath.router.scheduler import leases
-from dualpath.router.scheduler.control_server import LivenessProbes
+from dualpath.router.scheduler import leases, link_messages
+from dualpath.router.scheduler.attempt import EngineAttempt
+from dualpath.router.scheduler.control_server import ControlServer, LivenessProbes, NamedPeers
 from dualpath.router.scheduler.exchange import Exchange
 from dualpath.router.scheduler.front_end_server import FrontEndServer, FrontEndSession
 from dualpath.router.scheduler.leases import KubernetesLease, LeasedLeadership
@@ -159,7 +160,19 @@ def _twice_as_many(self: Roles, role: Role) -> list[tuple[EngineState, ...]]:
     return 2 * _nodes(self, role)
 
 
-_announce, _nodes = RemoteRequest._announce, Roles.nodes
+def _changes_unnumbered(
+    self: FrontEndServer,
+    front_end: Any,  # noqa: ANN401
+    message: link_messages.SchedulerMessage,
+) -> None:
+    """``FrontEndServer._send`` that does not resend the changes of engines."""
+    if front_end.live and isinstance(message, link_messages.EnginesChanged):
+        self._post(front_end, front_end.talk.send_lossy(message))
+    else:
+        _send(self, front_end, message)
+
+
+_announce, _nodes, _send = RemoteRequest._announce, Roles.nodes, FrontEndServer._send
 #: An attribute that is always false.
 _NEVER = property(lambda self: False, lambda self, value: None)
 
@@ -184,6 +197,10 @@ FRONT_END_BUGS: dict[str, PlantedBug] = {
     "unannounced": PlantedBug(
         "a front end does not report its requests to the next scheduler",
         replaced(RemoteRequest, "_announce", _announce_once),
+    ),
+    "engines-unnumbered": PlantedBug(
+        "a front end is not sent again which engines have joined or were lost",
+        replaced(FrontEndServer, "_send", _changes_unnumbered),
     ),
     "undrained": PlantedBug(
         "a terminated engine does not drain its requests",
@@ -414,6 +431,13 @@ def _any_lease(self: BlockBuffer, request_id: str, slots: Sequence[int]) -> bool
     return True
 
 
+def _freed_once_persisted(self: ActiveRequests, request_id: str) -> bool:
+    """``ActiveRequests.done_with_buffer`` that does not wait for the copy into HBM."""
+    with self._lock:
+        request = self._active.get(request_id)
+        return request is not None and request.persist_seen
+
+
 def _over_at_once(
     stream: LayerStream, holder: BlockHolder
 ) -> tuple[PassOutcome, list[ChunkTransfers]]:
@@ -460,6 +484,16 @@ _ALWAYS = property(lambda self: True, lambda self, value: None)
 _agents_of = Peers.agents_of
 
 
+def _named_to_prefill_only(self: ControlServer, engine_id: str, peer_id: str) -> None:
+    """``ControlServer.name_peer`` that names no PE to a DE."""
+    engine = self._registry.live(engine_id)
+    if engine is not None and engine.role is Role.PREFILL:
+        _name_peer(self, engine_id, peer_id)
+
+
+_name_peer = ControlServer.name_peer
+
+
 def _agents_of_any_process(self: Peers, engine_id: str, epoch: str) -> tuple[str, ...]:
     """``Peers.agents_of`` for whichever process of the engine is connected."""
     peer = self._peers.get(engine_id)
@@ -491,6 +525,14 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     "session-end-keeps": PlantedBug(
         "an engine does not drop its requests when its session ends",
         replaced(TrafficManager, "end_session", lambda self, reason: None),
+    ),
+    "peers-named-once": PlantedBug(
+        "the peers of an engine are not named again in its next session",
+        replaced(NamedPeers, "session_ends", lambda self, info, certain: None),
+    ),
+    "writer-unnamed": PlantedBug(
+        "a DE is not sent which PEs may write to its buffer",
+        replaced(ControlServer, "name_peer", _named_to_prefill_only),
     ),
     "silence-ignored": PlantedBug(
         "a silent engine is not declared lost",
@@ -598,6 +640,14 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     "cached-once-read": PlantedBug(
         "a DE caches blocks as soon as they are read, although the PE may recompute them",
         lambda: mock.patch.object(ReadQueue, "_caches", _ALWAYS, create=True),
+    ),
+    "append-over-lost-hit": PlantedBug(
+        "a DE computes an append although a part of the hit before it could not be loaded",
+        replaced(EngineAttempt, "_check_whole", lambda self, hit_blocks, short: None),
+    ),
+    "freed-before-copied": PlantedBug(
+        "a DE's slots are freed before their KV has been copied into HBM",
+        replaced(ActiveRequests, "done_with_buffer", _freed_once_persisted),
     ),
     "windows-unread": PlantedBug(
         "a shortened hit is used without the window layers of its last blocks",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualpath.core.errors import DualPathError
 from dualpath.engine.control.surroundings import Surroundings
+from dualpath.engine.passes.device import Device
 from dualpath.engine.settings import EngineSettings
 from dualpath.transport.contract import Transport
 from dualpath_lab.emulated.data_plane import FollowerPlane
@@ -82,6 +83,8 @@ class RankPipe:
 
 #: Delay until a rank is killed after its leader, which is its parent process, has died.
 _ORPHAN_S = (0.0, 0.01, 0.2, 1.0, 4.0)
+#: Share of ranks that are in a system call when their leader dies: they end when they are killed.
+_HANGS = 1 / 3
 
 
 class SimFollower:
@@ -93,7 +96,7 @@ class SimFollower:
         self.name = f"{engine.name}.{rank}"
         self.transport: SimTransport | None = None
         self._shared = engine.shared
-        self.process, self._known = self._shared.process(self.name, engine.host)
+        self.process, self._known = self._shared.process(self.name, engine.host, engine.known)
         self._threads = SimThreads(self.process)
         self._plane: FollowerPlane | None = None
         self._own, self._leaders = RankPipe.pair(self._threads, engine.threads)
@@ -117,9 +120,15 @@ class SimFollower:
             self._shared.fabric.kill(self.transport.agent)
 
     def leader_died(self) -> None:
-        """The engine's first rank has died: this one is notified, and killed a while later."""
+        """The engine's first rank has died: this one is notified, and killed a while later.
+
+        What a rank that hangs had posted continues until then.
+        """
+        world = self._shared.world
         self._leaders.cut()
-        self._shared.world.after(self._shared.world.pick(_ORPHAN_S), self.kill)
+        if world.chance.random() < _HANGS:
+            self.process.stop()
+        world.after(world.pick(_ORPHAN_S), self.kill)
 
     def _main(self) -> None:
         engine = self.engine
@@ -144,7 +153,7 @@ class SimFollower:
         self.kill()
         self._threads.sleep(0.0)
 
-    def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
+    def _open_transport(self, agent: str, settings: EngineSettings, device: Device) -> Transport:
         shared = self._shared
         self.transport = SimTransport(
             *(agent, shared.fabric, self.process, shared.transfer_faults, shared.owner_of),

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -333,6 +333,16 @@ class FrontEnds:
     def held_when_idle(self) -> list[str]:
         """Return descriptions of what front ends still hold without requests."""
         return [what for one in self._now.values() for what in one.held_when_idle()]
+
+    def knowing_others(self, engines: Iterable[EngineInfo]) -> list[str]:
+        """Return descriptions of front ends that do not know exactly the scheduler's engines."""
+        there = {info.writer.id for info in engines}
+        found = []
+        for one in self.serving:
+            known = {info.writer.id for info in one.service.link.engines.alive()}
+            if known != there:
+                found.append(f"{one.name} knows engines {known - there}, not {there - known}")
+        return found
 
     def _start(self, name: str) -> None:
         self._starts[name] = start = self._starts.get(name, 0) + 1

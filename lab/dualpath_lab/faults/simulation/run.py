@@ -390,6 +390,8 @@ class _Run:
         if len(settings.salts) > 1:
             quota = settings.tenant_quota_blocks
             world.note("world", f"salts {settings.salts}, a quota of {quota} blocks for each")
+        if append_tokens := settings.router.append_at_decode_tokens:
+            world.note("world", f"decode engines append up to {append_tokens} tokens")
         if settings.node_dram_blocks:
             world.note("world", f"{settings.node_dram_blocks} blocks of DRAM for each machine")
         self.world = world
@@ -509,8 +511,9 @@ _CHUNK = 20
 
 
 class Totals(msgspec.Struct):
-    """Totals of many runs; ``failing`` are the seeds with problems."""
+    """Totals of the runs of seeds from ``first`` on; ``failing`` are the seeds with problems."""
 
+    first: int = 0
     seeds: int = 0
     faults: int = 0
     requests: int = 0

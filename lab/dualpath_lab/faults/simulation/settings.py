@@ -131,6 +131,8 @@ def engine_settings(
         api_url=api_url,
         storage="memory://simulated",
         mode=cluster.mode,
+        # Transfers are simulated: no other process maps a buffer.
+        transport="nixl",
         buffer_bytes=cluster.buffer_blocks * cluster.geometry.full_block_bytes,
         staging_blocks=4,
         layer_buffers=cluster.layer_buffers,
@@ -201,6 +203,7 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         max_attempts=3 if faults <= 1 else 1 + 2 * faults,
         # In every seventh cluster buffers cache nothing: all hits are read from storage.
         dram_tier=world.seed % 7 != 5,
+        append_at_decode_tokens=_append_tokens(world.seed),
     )
     tensor_parallel, front_ends = _tensor_parallel(world.seed), _front_ends(world.seed)
     geometries = GEOMETRIES[tensor_parallel.kv_heads]
@@ -241,15 +244,10 @@ def _front_ends(seed: int) -> int:
 
 
 def _standby(seed: int) -> LeaderElection:
-    """Return the leader election: every fourth cluster has a standby router, half use a lease."""
+    """Return the leader election: every fourth cluster has a standby, two thirds by a lease."""
     if seed % 4 != 1:
         return LeaderElection.ONE
-    kinds = (
-        LeaderElection.LOCK,
-        LeaderElection.LOCK,
-        LeaderElection.ETCD,
-        LeaderElection.KUBERNETES,
-    )
+    kinds = (LeaderElection.LOCK, LeaderElection.ETCD, LeaderElection.KUBERNETES)
     return Random(f"turn of {seed}").choice(kinds)
 
 
@@ -272,6 +270,11 @@ def _proc(seed: int) -> ProcView:
     """In every third cluster ``/proc`` hides processes or shows those of another namespace."""
     other = (ProcView.HIDDEN, ProcView.FOREIGN)
     return Random(f"/proc of {seed}").choice(other) if seed % 3 == 1 else ProcView.COMPLETE
+
+
+def _append_tokens(seed: int) -> int:
+    """Return up to how many tokens DEs append themselves, as in two of three clusters; 0: none."""
+    return Random(f"appends of {seed}").choice((0, 12, 48))
 
 
 def _with_pauses(settings: ClusterSettings) -> ClusterSettings:

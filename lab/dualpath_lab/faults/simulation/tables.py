@@ -7,6 +7,8 @@ histories of a fixed length.
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Set
+from enum import Enum, auto
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,28 +26,74 @@ def tables(root: object) -> Iterator[tuple[str, Collection[object]]]:
 
     A table is a mapping, a set, a list or a deque; its name is the class and the attribute.
     """
+    # Every run ends with this walk over all its objects, so that it looks at each type only once.
     seen: set[int] = set()
     pending: list[tuple[str, object]] = [("", root)]
     while pending:
         name, value = pending.pop()
-        if id(value) in seen or isinstance(value, str | bytes | int | float | None):
+        kind = type(value)
+        shape = _SHAPES.get(kind) or _SHAPES.setdefault(kind, _shape_of(kind))
+        if shape is _LEAF or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, Mapping):
+        if isinstance(shape, _Fields):
+            for field, path in shape.names:
+                if (one := getattr(value, field, None)) is not None:
+                    pending.append((path, one))
+            if shape.has_dict:
+                for field, one in vars(value).items():
+                    pending.append((f"{shape.kind}.{field}", one))
+            continue
+        assert isinstance(value, Collection)
+        if shape is not _Shape.TUPLE:
             yield name, value
-            pending += [(name, one) for one in (*value.keys(), *value.values())]
-        elif isinstance(value, list | deque | Set | tuple):
-            if not isinstance(value, tuple):
-                yield name, value
-            pending += [(name, one) for one in value]
-        elif (kind := _system_class(value)) is not None:
-            pending += [(f"{kind}.{field}", one) for field, one in _fields(value)]
+        entries = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
+        pending += [(name, one) for one in entries if type(one) not in _ATOMS]
 
 
-def _system_class(value: object) -> str | None:
-    """Return the name of an object's first class that belongs to the system, None without one."""
-    classes = (kind for kind in type(value).__mro__ if kind.__module__.startswith(_SYSTEM))
-    return next((kind.__name__ for kind in classes), None)
+class _Shape(Enum):
+    LEAF = auto()
+    TABLE = auto()
+    TUPLE = auto()
+
+
+class _Fields(NamedTuple):
+    """An object of the system: ``names`` are its slots or fields with the names of their tables."""
+
+    kind: str
+    names: tuple[tuple[str, str], ...]
+    has_dict: bool
+
+
+_LEAF = _Shape.LEAF
+#: The most frequent leaves.
+_ATOMS = frozenset({str, bytes, int, float, bool, type(None)})
+
+
+#: The shapes of all types met so far.
+_SHAPES: dict[type, _Shape | _Fields] = {}
+
+
+def _shape_of(kind: type) -> _Shape | _Fields:
+    """Return what objects of a type consist of."""
+    if issubclass(kind, str | bytes | int | float | None):
+        return _LEAF
+    if issubclass(kind, tuple):
+        return _Shape.TUPLE
+    if issubclass(kind, Mapping | list | deque | Set):
+        return _Shape.TABLE
+    own = next((k.__name__ for k in kind.__mro__ if k.__module__.startswith(_SYSTEM)), None)
+    if own is None:
+        return _LEAF
+    if issubclass(kind, msgspec.Struct):
+        return _Fields(own, tuple((n, f"{own}.{n}") for n in kind.__struct_fields__), False)
+    slots = (name for each in kind.__mro__ for name in _slots(each))
+    return _Fields(own, tuple((n, f"{own}.{n}") for n in slots), kind.__dictoffset__ != 0)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def sizes(root: object) -> Counter[str]:
@@ -54,17 +102,6 @@ def sizes(root: object) -> Counter[str]:
     for name, table in tables(root):
         found[name] += len(table)
     return found
-
-
-def _fields(value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, msgspec.Struct):
-        names: Collection[str] = value.__struct_fields__
-    else:
-        slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
-        names = {*getattr(value, "__dict__", {}), *(one for each in slots for one in each)}
-    for name in names:
-        if (one := getattr(value, name, None)) is not None:
-            yield name, one
 
 
 def naming(root: object, requests: Collection[str], bounded: Collection[str]) -> list[str]:

@@ -113,7 +113,8 @@ class SimTransfer:
             if owner is None or owner != self._owners[index]:
                 self._transport.world.problem(
                     f"bytes {self} arrive in piece {self._writes.pieces[index]}, which belonged "
-                    f"to {self._owners[index]} and belongs to {owner} now"
+                    f"to {self._owners[index] or 'no request'} and belongs to "
+                    f"{owner or 'no request'} now"
                 )
             ctypes.memmove(
                 int(inner.destinations[index]), int(inner.sources[index]), inner.piece_bytes

@@ -79,6 +79,8 @@ class World:
         self.story: list[tuple[float, str, str]] = []
         self._details: list[tuple[float, str, str]] = []
         self.problems: list[str] = []
+        #: The latest process of each name.
+        self.processes: dict[str, Process] = {}
         self.events = 0
         #: Called where a fault is likely to show a bug: when something begins, arrives or is in
         #: flight.
@@ -177,6 +179,7 @@ class Process:
         self.world = world
         self.name = name
         self.alive = True
+        world.processes[name] = self
         #: Time at which its machine reports its exit, a while after it was killed.
         self.exits_s = float("inf")
         self._stopped = False

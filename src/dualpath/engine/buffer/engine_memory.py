@@ -1,13 +1,17 @@
 """The DRAM of one engine: its buffer, its staging slots and, with several ranks, their board.
 
 All ranks of an engine share this memory: rank 0 allocates it, the others map the same pages.  So
-one rank reads, verifies and writes a whole Full Block, and each rank moves its slice of it.
+one rank reads, verifies and writes a whole Full Block, and each rank moves its slice of it.  The
+buffer of a decode engine can also be mapped by prefill engines of the same machine
+(``transport.shared_memory``), which read and write nothing else there.
 """
 
+import logging
 import mmap
 from typing import NamedTuple
 
 from dualpath.core.blocks import BlockGeometry
+from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.ranks.group import RankBoard, RankGroup
 from dualpath.engine.settings import EngineSettings
@@ -17,6 +21,8 @@ from dualpath.transport.memory import (
     allocate_shared,
     map_shared,
 )
+
+log = logging.getLogger(__name__)
 
 
 class EngineMemory(NamedTuple):
@@ -52,7 +58,7 @@ def open_memory(
     touch = settings.touch_memory
     if group.size == 1:
         return EngineMemory(
-            allocated(sizes.buffer, touch=touch),
+            _buffer(sizes.buffer, settings),
             allocated(sizes.staging, touch=touch),
             RankBoard.alone(settings.staging_blocks),
         )
@@ -67,14 +73,34 @@ def allocated(size_bytes: int, *, touch: bool) -> RegisteredMemory:
     return memory
 
 
+def _buffer(size_bytes: int, settings: EngineSettings) -> RegisteredMemory:
+    """Allocate the buffer of an engine of one rank, as shared memory if other engines may map it.
+
+    Huge pages of shared memory are off in most kernels, so other buffers stay anonymous.
+    """
+    if settings.role is not Role.DECODE or settings.transport == "nixl":
+        return allocated(size_bytes, touch=settings.touch_memory)
+    try:
+        memory = allocate_shared(size_bytes)
+    except ConfigError as error:
+        if settings.transport == "memory":
+            raise
+        log.warning("prefill engines of this machine use NIXL to reach this engine: %s", error)
+        return allocated(size_bytes, touch=settings.touch_memory)
+    if settings.touch_memory:
+        memory.touch()
+    return memory
+
+
 def _shared(size_bytes: int, group: RankGroup, *, touch: bool) -> RegisteredMemory:
     if group.rank == 0:
-        with allocate_shared(size_bytes) as (memory, path):
-            if touch:
-                memory.touch()
-            group.broadcast(path)
-            _raise_first(group.gather(""))  # All ranks have mapped it: the path may be removed.
-            return memory
+        memory = allocate_shared(size_bytes)
+        assert memory.file is not None
+        if touch:
+            memory.touch()
+        group.broadcast(memory.file.path)
+        _raise_first(group.gather(""))
+        return memory
     path = group.broadcast("")
     try:
         memory = map_shared(path, size_bytes)

@@ -38,7 +38,7 @@ class _Request:
     def __init__(self, tokens: int, assigned_ns: int) -> None:
         self.tokens = tokens
         self.assigned_ns = assigned_ns
-        self.kv_in_hbm = False
+        self.hbm_allocated = self.kv_in_hbm = False
         #: It decodes on after the end of its session, until the end of its HTTP call.
         self.detached = False
         self.ended = False
@@ -141,6 +141,17 @@ class ActiveRequests:
                 return False
             request.persist_seen = True
             return True
+
+    def hbm_allocated(self, request_id: str) -> None:
+        """Note that a DE has allocated HBM for the request; its free HBM shows that already."""
+        with self._lock:
+            if request := self._active.get(request_id):
+                request.hbm_allocated = True
+
+    def unallocated_tokens(self) -> int:
+        """Return the tokens of all requests for which a DE has allocated no HBM yet."""
+        with self._lock:
+            return sum(r.tokens for r in self._active.values() if not r.hbm_allocated)
 
     def kv_in_hbm(self, request_id: str) -> None:
         """Note that the prompt's KV is in HBM."""
@@ -278,6 +289,7 @@ class ServedPrompts:
     ) -> None:
         """See ``TrafficManager.fill_hbm``."""
         request_id, slots = decode_transfer.request_id, decode_transfer.slots
+        self._active.hbm_allocated(request_id)
         start_ns = self._trace.now_ns()
         if not self._moves_bytes:
             self._kv_in_hbm(request_id, 0.0)

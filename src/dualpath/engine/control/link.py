@@ -16,6 +16,7 @@ import zmq
 
 from dualpath.core.addresses import tcp_address, tcp_endpoint
 from dualpath.core.control import (
+    Ack,
     Deregister,
     EngineMessage,
     Envelope,
@@ -265,6 +266,7 @@ class RouterSession(Generic[M, R]):
         self._register_sent_s = self._reported_s = self._received_s = _NEVER
         self._logged_refusal = ""
         self._outbox: list[Envelope[M]] = []
+        self._heartbeat_s: float | None = None
         #: Set by any thread to have the load reported soon.
         self.load_changed = False
 
@@ -282,6 +284,11 @@ class RouterSession(Generic[M, R]):
     def session(self) -> str:
         """The name of the open session, empty without one."""
         return self._channel.session if self.joined else ""
+
+    @property
+    def heartbeat_s(self) -> float:
+        """The interval of heartbeats of both ends, as the router asks for it."""
+        return HEARTBEAT_S if self._heartbeat_s is None else self._heartbeat_s
 
     def silent_s(self, now_s: float) -> float:
         """Return for how long the router has sent nothing in this session or registration."""
@@ -302,7 +309,7 @@ class RouterSession(Generic[M, R]):
             self._on(Event.REGISTER_TIMED_OUT, now_s)
         if self.state in (EngineSideState.UNREGISTERED, EngineSideState.REGISTERING):
             self._register(now_s)
-        gap_s = REPORT_GAP_S if self.load_changed else HEARTBEAT_S
+        gap_s = REPORT_GAP_S if self.load_changed else self.heartbeat_s
         if now_s - self._reported_s >= gap_s:
             self._outbox += self.load(now_s)
         return self._take_outbox()
@@ -324,6 +331,8 @@ class RouterSession(Generic[M, R]):
             if message.registration == self._registration:  # others answer earlier registrations
                 self._on(Event.REGISTERED, now_s, envelope=envelope)
         elif current:
+            if isinstance(message, Ack):
+                self._heartbeat_s = message.heartbeat_s
             self._on(Event.MESSAGE, now_s, envelope=envelope)
         return self._take_outbox()
 
@@ -444,6 +453,11 @@ class ControlLink:
     def unregistered(self) -> bool:
         """Whether there is neither a session nor a registration under way."""
         return self._session.state is EngineSideState.UNREGISTERED
+
+    @property
+    def heartbeat_s(self) -> float:
+        """The interval of heartbeats, as the router asks for it."""
+        return self._session.heartbeat_s
 
     @property
     def silent_s(self) -> float:

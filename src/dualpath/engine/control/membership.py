@@ -24,13 +24,12 @@ from dualpath.core.control import (
 )
 from dualpath.core.key_cache import Adapter
 from dualpath.core.rates import Rate, RateOrigin, Rates
-from dualpath.core.sessions import HEARTBEAT_S
 from dualpath.engine.control.link import ControlLink
 from dualpath.engine.control.surroundings import LIVE, Surroundings
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.io.read_speed import PROBE_MODEL, measure
 from dualpath.engine.io.storage_maintenance import MaintenanceThread, needs_maintenance
-from dualpath.engine.passes.device import Device
+from dualpath.engine.passes.device import Device, HostDevice
 from dualpath.engine.passes.hbm_layout import HbmLayout
 from dualpath.engine.passes.pass_transfers import BlockHolder
 from dualpath.engine.ranks.rank import ALONE, RankPlace
@@ -40,10 +39,10 @@ log = logging.getLogger(__name__)
 
 #: Time for the last report to be sent before a process ends itself.
 _LAST_REPORT_NS = 200_000_000
-#: A draining engine without requests waits this long for a router that sends nothing: three
-#: heartbeats.  The router may have ended at the same time, and container runtimes kill a process
+#: A draining engine without requests waits so many heartbeats for a router that sends nothing.  The
+#: router may have ended at the same time, and container runtimes kill a process
 #: 10 s after SIGTERM.  A router that lives gets a ``Deregister`` as from any engine that leaves.
-_DRAIN_SILENCE_S = 3 * HEARTBEAT_S
+_DRAIN_SILENCE = 3
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -106,7 +105,9 @@ class Membership:
                 *(storage, tree, settings, namespace, process, threads), surroundings.now_s
             )
             storage = self._maintenance.storage
-        transport = surroundings.open_transport(f"{settings.engine_id}-{self.epoch}", settings)
+        device = device or HostDevice()
+        agent = f"{settings.engine_id}-{self.epoch}"
+        transport = surroundings.open_transport(agent, settings, device)
         self.manager = TrafficManager(
             settings,
             namespace.geometry,
@@ -207,8 +208,8 @@ class Membership:
 
         ``drained`` is called once when no request is left: the router has sent ``Drained``, this
         engine has no session, or it has no request and the router has been silent for
-        ``_DRAIN_SILENCE_S``; and requests that decode without a session are over.  Then call
-        ``leave``.  Only the first call has an effect.
+        ``_DRAIN_SILENCE`` heartbeats; and requests that decode without a session are over.  Then
+        call ``leave``.  Only the first call has an effect.
         """
         if self._drained is not None:
             return
@@ -252,7 +253,8 @@ class Membership:
             drained()
 
     def _router_left_idle(self, link: ControlLink) -> bool:
-        return self.manager.active.load()[0] == 0 and link.silent_s >= _DRAIN_SILENCE_S
+        silent = link.silent_s >= _DRAIN_SILENCE * link.heartbeat_s
+        return silent and self.manager.active.load()[0] == 0
 
     def _failed(self, reason: str) -> None:
         """End this process, so that a failed engine does not seem alive."""

@@ -1,4 +1,4 @@
-"""The engines of the other role that one engine is connected to."""
+"""The engines of the other role that one engine shares requests with."""
 
 import logging
 from collections.abc import Iterable
@@ -16,6 +16,10 @@ from dualpath.transport.contract import AgentInfo, RegionInfo, Transport
 log = logging.getLogger(__name__)
 
 
+#: Longer than a forward pass of an earlier session can last.
+UNNAMED_S = 120.0
+
+
 class Peers:
     """Connects and disconnects peers; stores the processes that may still have transfers in flight.
 
@@ -23,6 +27,10 @@ class Peers:
     peer that cannot be reached when it is announced does not affect others; its connection is
     retried when it is needed.  Rank ``rank`` of ``ranks`` connects only to its share of a peer's
     agents.
+
+    In each session a peer is announced before the first request that needs it.  Connections of the
+    session before stay, as a forward pass may still use them; those of peers that are not
+    announced within ``UNNAMED_S`` are closed then, since their peers may be gone.
     """
 
     def __init__(
@@ -42,10 +50,18 @@ class Peers:
         self._peers: dict[str, EngineAddress] = {}
         self._connected: set[str] = set()
         self._writers: dict[tuple[str, str], Writer] = {}
+        #: Peers that were not announced in this session, and when they are disconnected.
+        self._unnamed: set[str] = set()
+        self._unnamed_until_ns = 0
 
     def up(self, peer: EngineAddress) -> None:
-        """A peer joined."""
+        """A peer is announced; a connection to a former process of it is closed."""
         with self._lock:
+            former = self._peers.get(peer.engine_id)
+        if former is not None and former.epoch != peer.epoch:
+            self.down(PeerDown(former.engine_id, former.epoch, certain=False))
+        with self._lock:
+            self._unnamed.discard(peer.engine_id)
             self._peers[peer.engine_id] = peer
             if peer.role is Role.PREFILL:
                 self._writers[peer.writer.id] = peer.writer
@@ -72,8 +88,24 @@ class Peers:
                 self._connected.discard(agent.agent)
                 self._transport.disconnect(agent.agent)
 
+    def session_begins(self, now_ns: int) -> None:
+        """A session begins, in which no peer has been announced yet."""
+        with self._lock:
+            self._unnamed = set(self._peers)
+            self._unnamed_until_ns = now_ns + int(UNNAMED_S * 1e9)
+
+    def expire(self, now_ns: int) -> None:
+        """Disconnect peers that were not announced in this session within ``UNNAMED_S``."""
+        if not self._unnamed or now_ns < self._unnamed_until_ns:
+            return
+        with self._lock:
+            expired = [self._peers[name] for name in self._unnamed if name in self._peers]
+            self._unnamed.clear()
+        for peer in expired:
+            self.down(PeerDown(peer.engine_id, peer.epoch, certain=False))
+
     def only(self, peers: Iterable[EngineAddress]) -> None:
-        """A session begins with exactly these peers; other known peers are disconnected."""
+        """Exactly these peers are connected; other known peers are disconnected."""
         present = {(peer.engine_id, peer.epoch) for peer in peers}
         with self._lock:
             known = [(peer.engine_id, peer.epoch) for peer in self._peers.values()]
@@ -126,10 +158,10 @@ class Peers:
 def agent_info(address: AgentAddress) -> AgentInfo:
     """Return an agent in the form of transports."""
     regions = tuple(RegionInfo(**msgspec.structs.asdict(r)) for r in address.regions)
-    return AgentInfo(agent=address.agent, metadata=address.metadata, regions=regions)
+    return AgentInfo(address.agent, address.metadata, regions, address.shared)
 
 
 def agent_address(info: AgentInfo) -> AgentAddress:
     """Return an agent of a transport in the wire form."""
     regions = tuple(RegionAddress(**msgspec.structs.asdict(r)) for r in info.regions)
-    return AgentAddress(info.agent, info.metadata, regions)
+    return AgentAddress(info.agent, info.metadata, regions, info.shared)

@@ -4,6 +4,7 @@ A live engine uses those of the machine.  A simulation replaces all of them, so 
 determines everything that happens to an engine.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import ConfigError
 from dualpath.engine.control.link import RouterConnection, ZmqRouterConnection
 from dualpath.engine.io.storage_maintenance import load_storage_keys
+from dualpath.engine.passes.device import Device
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.node.cluster_secret import load_secret
@@ -33,9 +35,12 @@ from dualpath.storage.objects import ObjectTree
 from dualpath.storage.readers import FileReader
 from dualpath.storage.sealed_blocks import require_keys
 from dualpath.transport.contract import Transport
+from dualpath.transport.shared_memory import NearestTransport, SharedMemoryTransport
 
 if TYPE_CHECKING:
     from dualpath.storage.sealed_blocks import KeyRing
+
+log = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 1.0
 
@@ -64,7 +69,10 @@ def storage_keys(settings: EngineSettings) -> "KeyRing | None":
 
 
 def open_node_dram(
-    settings: EngineSettings, namespace: StoreNamespace, calls: SystemCalls = KERNEL
+    settings: EngineSettings,
+    namespace: StoreNamespace,
+    calls: SystemCalls = KERNEL,
+    now_s: Callable[[], float] = time.time,
 ) -> NodeDram | None:
     """Open the DRAM cache that engines of this machine share; None if it is not enabled.
 
@@ -74,7 +82,12 @@ def open_node_dram(
         return None
     keys = storage_keys(settings)
     try:
-        return NodeDram(settings.dram_dir, namespace, settings.dram_bytes, keys=keys, calls=calls)
+        return NodeDram(
+            *(settings.dram_dir, namespace, settings.dram_bytes),
+            keys=keys,
+            calls=calls,
+            now_s=now_s,
+        )
     except OSError as error:
         raise ConfigError(
             f"dram_dir {settings.dram_dir} cannot be used ({error.strerror}); give a directory in "
@@ -90,6 +103,22 @@ def _open_plugin(plugin: str) -> FileReader:
     from dualpath.transport.nixl_storage import NixlReader
 
     return NixlReader(plugin)
+
+
+def _open_transport(agent: str, settings: EngineSettings, device: Device) -> Transport:
+    """Open the transport that ``settings.transport`` selects."""
+    if settings.transport == "nixl":
+        return _open_nixl(agent, settings)
+    process = this_process()
+    if settings.transport == "memory":
+        return SharedMemoryTransport(agent, process, has_exited)
+    network = _open_nixl(agent, settings)
+    try:
+        memory = SharedMemoryTransport(agent, process, has_exited, device.hbm_copies())
+    except ConfigError as error:
+        log.warning("engines of this machine are reached through NIXL: %s", error)
+        return network
+    return NearestTransport(memory, network)
 
 
 def _open_nixl(agent: str, settings: EngineSettings) -> Transport:
@@ -129,10 +158,11 @@ def _end_process() -> None:
 class Surroundings:
     """The defaults are those of a live engine; functions that open something raise ``ConfigError``.
 
-    ``now_s`` is Unix time.  ``open_transport`` gets the name of its agent.  ``listens`` returns
-    whether a server accepts connections at a URL.  ``new_epoch`` returns a unique name of a process
-    start.  ``has_exited`` returns whether a process of this machine, identified as by
-    ``this_process``, has ended.  ``end_process`` ends this process, whatever its threads do.
+    ``now_s`` is Unix time.  ``open_transport`` gets the name of its agent and the device of its
+    HBM.  ``listens`` returns whether a server accepts connections at a URL.  ``new_epoch`` returns
+    a unique name of a process start.  ``has_exited`` returns whether a process of this machine,
+    identified as by ``this_process``, has ended.  ``end_process`` ends this process, whatever its
+    threads do.
     """
 
     threads: Threads = OS_THREADS
@@ -140,7 +170,7 @@ class Surroundings:
     open_storage: Callable[[EngineSettings, StoreNamespace], BlockStorage] = _open_storage
     open_tree: Callable[[EngineSettings], ObjectTree] = _open_tree
     open_node_dram: Callable[[EngineSettings, StoreNamespace], NodeDram | None] = open_node_dram
-    open_transport: Callable[[str, EngineSettings], Transport] = _open_nixl
+    open_transport: Callable[[str, EngineSettings, Device], Transport] = _open_transport
     connect: Callable[[EngineSettings], RouterConnection] = _connect
     listens: Callable[[str], bool] = _listens
     new_epoch: Callable[[], str] = _new_epoch

@@ -201,6 +201,9 @@ class TrafficManager:
                 quarantined_buffer_tokens=(
                     self.buffer.quarantined_slots() * self.geometry.block_tokens
                 ),
+                unallocated_hbm_tokens=(
+                    self.active.unallocated_tokens() if self.settings.role is Role.DECODE else 0
+                ),
             ),
             counters=self.counters.snapshot() | self._tier.totals(),
             unhealthy=self.health(),
@@ -277,9 +280,7 @@ class TrafficManager:
 
     def _begin_session(self, message: Registered) -> None:
         self._tier.begin_session(caching=message.enable_caching)
-        self.peers.only(message.peers)
-        for peer in message.peers:
-            self._rank.peer_up(peer)
+        self.peers.session_begins(self.trace.now_ns())
         for request_id in self._teardown.settled_since():
             self._send(Released(request_id=request_id))
 
@@ -359,6 +360,7 @@ class TrafficManager:
         DRAM cache to the router.
         """
         self._rank.poll()
+        self.peers.expire(now_ns)
         self._reader.expire(now_ns)
         self._retention.expire(now_ns)
         self._lookups.expire(now_ns)

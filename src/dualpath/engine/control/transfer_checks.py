@@ -60,6 +60,11 @@ class TransferChecks:
             )
         blocks = self._geometry.blocks_for(prompt_tokens) if self._moves_bytes else 0
         if isinstance(transfer, DecodeTransfer):
+            if transfer.hit_key_tail and prompt_tokens % self._geometry.block_tokens:
+                raise BadRequestError(
+                    f"request {request_id}: a hit of {prompt_tokens} tokens ends within a block of "
+                    f"{self._geometry.block_tokens}; send it through the router"
+                )
             _check_slots(request_id, "slots", transfer.slots, blocks, self._own_slots)
             return
         _check_slots(request_id, "de_slots", transfer.de_slots, blocks, _MAX_SLOTS)
@@ -88,6 +93,23 @@ def with_own_hits(transfer: PrefillTransfer, own_keys: Sequence[BlockKey]) -> Pr
         *(transfer.request_id, hits - 1, hits),
     )
     return msgspec.structs.replace(transfer, hit_blocks=0, hit_key_tail=b"", hits=())
+
+
+def is_own_append(transfer: DecodeTransfer, own_keys: Sequence[BlockKey]) -> bool:
+    """Return whether a DE may use the hit behind which it computes, by the key of its last block.
+
+    ``own_keys`` as for ``with_own_hits``; True if the transfer names no key, as for a whole prompt.
+    """
+    if not transfer.hit_key_tail or own_keys[len(transfer.slots) - 1 : len(transfer.slots)] == [
+        transfer.hit_key_tail
+    ]:
+        return True
+    log.warning(
+        "request %s: the key of hit block %d is not that of this prompt; the whole prompt is "
+        "computed (router and engine disagree on block size or hash algorithm)",
+        *(transfer.request_id, len(transfer.slots) - 1),
+    )
+    return False
 
 
 def _check_hits(transfer: PrefillTransfer, own_slots: int) -> None:

@@ -193,6 +193,8 @@ class Persister:
         self._wake = health.threads.condition()
         self._tasks: deque[WriteTask] = deque()
         self._busy = 0
+        #: Blocks of writes that storage has refused since the last one that it accepted.
+        self._refused_blocks = 0
         self._closing = False
         self._watchdog = health.watchdog("no write to storage has ended", _WRITE_LIMIT_S)
         self._threads = [
@@ -263,6 +265,19 @@ class Persister:
         if self._busy == len(self._threads):
             self._watchdog.progressed()
 
+    def _refused(self, blocks: int, error: StorageError) -> None:
+        """Log the first refused write as a warning: a full storage refuses all that follow."""
+        with self._wake:
+            level = logging.DEBUG if self._refused_blocks else logging.WARNING
+            self._refused_blocks += blocks
+        log.log(level, "%d blocks are not persisted: %s", blocks, error)
+
+    def _accepted(self) -> None:
+        with self._wake:
+            refused, self._refused_blocks = self._refused_blocks, 0
+        if refused:
+            log.warning("storage accepts writes again; %d blocks were not persisted", refused)
+
     def _write(self, task: WriteTask) -> None:
         start_ns = self._trace.now_ns()
         step = task.step
@@ -275,12 +290,13 @@ class Persister:
             step = msgspec.structs.replace(step, bytes=declined.stored * share)
         except StorageError as error:
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(task.keys))
-            log.warning("%d blocks are not persisted: %s", len(task.keys), error)
+            self._refused(len(task.keys), error)
             return
         except Exception:  # a defect must not end a writer
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(task.keys))
             log.exception("%d blocks are not persisted", len(task.keys))
             return
+        self._accepted()
         self._counters.add(Counter.PERSISTED_BLOCKS, new)
         self._counters.moved(step)
         done = Executed(step, start_ns, self._trace.now_ns())

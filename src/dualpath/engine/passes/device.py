@@ -16,6 +16,7 @@ On a CPU the engine's thread computes, so every event has passed when it is reco
 from typing import Protocol
 
 from dualpath.transport.contract import PieceIndices, RegionInfo, Transfer
+from dualpath.transport.shared_memory import HbmCopies
 
 
 class DeviceEvent(Protocol):
@@ -75,6 +76,13 @@ class Device(Protocol):
         """
         ...
 
+    def hbm_copies(self) -> HbmCopies | None:
+        """Return this device's copies between HBM and memory of other engines of this machine.
+
+        None if the device has no HBM, or leaves copies to the transport.
+        """
+        ...
+
     def record(self) -> DeviceEvent:
         """Return the event at which all computation queued so far by this thread is over."""
         ...
@@ -112,6 +120,10 @@ class HostDevice:
 
     def pin(self, address: int, size_bytes: int, keep_alive: object) -> None:
         """Do nothing: memory needs no pinning."""
+
+    def hbm_copies(self) -> HbmCopies | None:
+        """Return None: KV is in DRAM."""
+        return None
 
     def record(self) -> DeviceEvent:
         """Return an event that has passed: computation is synchronous."""

@@ -1,7 +1,7 @@
 """Copies of whole prompts from DRAM to HBM (labels 8-9 of Fig. 4) and of single blocks to DRAM.
 
 Their steps have both ends in this engine.  Without a copier of the device they are transfers of the
-engine to itself, which with an RDMA NIC are the CNIC-assisted copies of §5.2.
+engine to itself: the CNIC-assisted copies of §5.2, if UCX moves them through the RDMA NIC.
 
 Layers with a sliding window may have block ids of their own, and no block for tokens outside the
 window: of those layers only the existing blocks are copied.  The first blocks of a prompt that are
@@ -9,9 +9,12 @@ in the engine's HBM prefix cache are not copied either.
 """
 
 import functools
+import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from dualpath.core.errors import DualPathError
 from dualpath.core.runs import BlockRun
@@ -23,6 +26,8 @@ from dualpath.engine.threads import Event, Lock, Threads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step
+
+log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------- paced posts
 # Transfers that no engine step waits for, posted a few at a time.
@@ -158,6 +163,25 @@ class _CopyOut(NamedTuple):
     device_events: Sequence[DeviceEvent]
 
 
+def _side_by_side(steps: Sequence[Step]) -> Step:
+    """Return the steps of a layer of single blocks as one step; its blocks are numbered from 0."""
+    return msgspec.structs.replace(
+        steps[0],
+        blocks=BlockRun(0, len(steps)),
+        bytes=sum(step.bytes for step in steps),
+        slots=tuple(slot for step in steps for slot in step.slots),
+    )
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[BlockRun]:
+    """Yield the runs of consecutive numbers in ``blocks``, which ascend."""
+    first = 0
+    for place, block in enumerate(blocks):
+        if place + 1 == len(blocks) or blocks[place + 1] != block + 1:
+            yield BlockRun(blocks[first], place + 1 - first)
+            first = place + 1
+
+
 def _nothing() -> None:
     """Do nothing."""
 
@@ -194,9 +218,9 @@ class HbmCopier:
     ) -> None:
         """Start H2D of all layers; ``done`` gets None or the first error once all are over.
 
-        Without a copier of the device the pump posts the transfers, so that the caller does not
-        wait.  ``hbm_blocks`` are those of the request's blocks from 0 on; blocks after them, and
-        blocks without an id, are not copied.
+        The pump posts the copies, so that the caller, which is the engine's thread, does not wait:
+        a prompt has thousands of pieces.  ``hbm_blocks`` are those of the request's blocks from 0
+        on; blocks after them, and blocks without an id, are not copied.
         """
 
         def over(error: str | None, settled: bool) -> None:
@@ -204,7 +228,7 @@ class HbmCopier:
                 self._holder.hold(block_ids(hbm_blocks))
             done(error)
 
-        copies = self._copies(steps, hbm_blocks)
+        copies = deque(self._copies(steps, hbm_blocks))
         if not copies:
             done(None)
             return
@@ -216,21 +240,25 @@ class HbmCopier:
                 load = functools.partial(self._post, step, blocks, earlier, countdown)
                 if device_error is not None:
                     countdown.step_over(step, 0, device_error)
-                elif self._device.copier is not None:
-                    load()
                 else:
                     self.paced.add(step.bytes, load)
 
+        def queue_next() -> None:
+            """Queue one layer on the device, which waits for ``earlier``; then the pump polls."""
+            self._post(*copies.popleft(), earlier, countdown)
+            if copies:
+                self._pump.call(queue_next)
+
         if self._device.copier is not None:
-            post(None)
+            self._pump.call(queue_next)
         else:
             self._after.call(earlier, post)
 
     def out_of_hbm(self, blocks: Sequence[BlockOut]) -> list[bool]:
-        """Copy blocks to their staging slots concurrently.
+        """Copy blocks to their staging slots, all blocks of a layer in one transfer for each part.
 
-        Returns when computation queued from now on may overwrite them.  A copy that is not over by
-        then has failed, as it may read overwritten bytes: the result has False for its block.
+        Returns when computation queued from now on may overwrite them.  Copies that are not over by
+        then have failed, as they may read overwritten bytes: the result is False for each block.
         While copies stall none is started.
         """
         own_agent = self._transfers.own_agent
@@ -243,29 +271,33 @@ class HbmCopier:
         earlier = self._device.record()
         if self._device.copier is None:
             earlier.wait()
-        copies = [self._copy_out(block, earlier) for block in blocks]
-        if self._device.copier is None:
-            limit = self._wait_limit()
-            for copy in copies:
-                if not self._wait(copy.over, limit):
-                    copy.abandoned.set()
-                    self._stalled.add(own_agent)
-        for event in (event for copy in copies for event in copy.device_events):
+        copy = self._copy_out(blocks, earlier)
+        if self._device.copier is None and not self._wait(copy.over, self._wait_limit()):
+            copy.abandoned.set()
+            self._stalled.add(own_agent)
+        for event in copy.device_events:
             self._device.wait(event)
-        return [not copy.abandoned.is_set() for copy in copies]
+        return [not copy.abandoned.is_set() for _ in blocks]
 
-    def _copy_out(self, block: BlockOut, earlier: DeviceEvent) -> _CopyOut:
+    def _copy_out(self, blocks: Sequence[BlockOut], earlier: DeviceEvent) -> _CopyOut:
+        """Post one transfer per layer and part for all blocks; they end or fail together."""
         over, abandoned = self._threads.event(), self._threads.event()
 
         def ended(error: str | None, settled: bool) -> None:
             try:
                 if settled:
                     late = "its copy out of HBM was too late" if abandoned.is_set() else None
-                    block.done(error or late)
+                    for block in blocks:
+                        block.done(error or late)
             finally:
                 over.set()
 
-        copies = self._copies(block.steps, [block.hbm_block])
+        layers = zip(*(block.steps for block in blocks), strict=True)
+        steps = [_side_by_side(steps) for steps in layers]
+        copies = self._copies(steps, [block.hbm_block for block in blocks])
+        if sum(part.bytes for part, _ in copies) != sum(step.bytes for step in steps):
+            ended("a layer of the block is not in HBM any more", True)
+            return _CopyOut(over, abandoned, ())
         countdown = self._countdown("", len(copies), ended)
         events = [e for copy in copies for e in self._post(*copy, earlier, countdown)]
         return _CopyOut(over, abandoned, events)
@@ -282,11 +314,8 @@ class HbmCopier:
                 ids_of_group[group] = [b if isinstance(b, int) else b[group] for b in hbm_blocks]
             ids = ids_of_group[group]
             end = min(step.blocks.end, len(ids))
-            first = step.blocks.first
-            while first < end and ids[first] == NO_BLOCK:
-                first += 1
-            if first < end:
-                copies.append((step.only(BlockRun(first, end - first)), ids))
+            here = [b for b in range(step.blocks.first, end) if ids[b] != NO_BLOCK]
+            copies += [(step.only(run), ids) for run in _runs(here)]
         return copies
 
     def _group_of(self, step: Step) -> int:
@@ -330,6 +359,12 @@ class HbmCopier:
             transfer, events = self._transfers.post(step, hbm_blocks, earlier=earlier)
         except DualPathError as error:
             countdown.step_over(step, start_ns, str(error))
+            then()
+            return ()
+        except Exception as error:  # a defect: it is unknown whether the copy writes
+            log.exception("a copy between DRAM and HBM cannot be posted")
+            reason = f"a copy between DRAM and HBM cannot be posted: {error}"
+            countdown.step_over(step, start_ns, reason, settled=False)
             then()
             return ()
         self._stalled.posted(own_agent)

@@ -70,10 +70,11 @@ class Replica(msgspec.Struct, frozen=True):
     def turn(self, step: Step, position: int) -> int:
         """Return the replica that moves block ``position`` of a step that is divided among them.
 
-        Generated blocks have no prompt position: their slot is used instead.
+        Generated blocks have no position in a prompt: their slot is used instead.
         """
-        slot = step.slots[position] if step.destination is Place.DE_STAGING else 0
-        return (step.blocks.first + position + slot) % self.count
+        if step.destination is Place.DE_STAGING:
+            return step.slots[position] % self.count
+        return (step.blocks.first + position) % self.count
 
 
 #: A rank without replicas.

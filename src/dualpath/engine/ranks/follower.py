@@ -241,7 +241,7 @@ def open_follower(
 ) -> Follower:
     """Return a follower on the machine's network, in a process of its own."""
     agent = f"{settings.engine_id}-{surroundings.new_epoch()}-{place.group.rank}"
-    transport = surroundings.open_transport(agent, settings)
+    transport = surroundings.open_transport(agent, settings, device)
     return Follower(
         *(settings, geometry, transport, hbm, holder, place),
         surroundings.end_process,

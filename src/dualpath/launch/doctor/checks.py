@@ -65,16 +65,19 @@ def locked_memory(limit_bytes: int | None, buffer_bytes: int, has_rdma: bool) ->
 
 
 def shared_memory(refusal: str, buffer_bytes: int) -> Finding:
-    """Check memory shared by ranks; ``refusal``: why it cannot be shared, empty if it can."""
+    """Check memory shared by ranks of an engine and by engines of this machine.
+
+    ``refusal``: why it cannot be shared, empty if it can.
+    """
     check, needed = (
         "Shared memory",
-        f"buffer of {mebibytes(buffer_bytes)} for engines of several ranks",
+        f"buffer of {mebibytes(buffer_bytes)} for several ranks or engines",
     )
     if not refusal:
         return ok(check, "memfd, mapped by a second descriptor", needed)
     remedy = (
         "allow memfd_create and /proc/PID/fd in this container, raise ulimit -f and its memory "
-        "limit, or serve with --tensor-parallel-size 1"
+        "limit, or serve with --tensor-parallel-size 1 and --transport nixl"
     )
     return warning(check, refusal, needed, remedy)
 

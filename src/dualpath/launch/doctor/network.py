@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from dualpath.launch.doctor.finding import Finding, error, ok, warning
+from dualpath.transport.nic_pairing import PairedPort
 from dualpath.transport.ucx_config import DEFAULT_ENGINE_CONFIG
 
 #: UCX settings that give KV its own lane on InfiniBand or RoCE, and on TCP.
@@ -37,16 +38,17 @@ def rdma(ports: Sequence[RdmaPort]) -> Finding:
     return warning(check, found, needed, remedy)
 
 
-def nics_of_gpus(pairs: Mapping[str, str]) -> Finding:
+def nics_of_gpus(pairs: Mapping[str, PairedPort]) -> Finding:
     """Check which port carries the KV of each GPU (``transport.nic_pairing``).
 
     ``pairs`` maps PCI addresses of GPUs to ports.
     """
-    check, needed = "NIC of each GPU", "a port for each GPU, for engines with several GPUs"
+    check, needed = "NIC of each GPU", "a port for each GPU, below the same PCI root"
     found = ", ".join(f"{gpu} {port}" for gpu, port in pairs.items()) or "no GPU, or no port"
-    if len(set(pairs.values())) == len(pairs):
+    if not any(port.problem for port in pairs.values()):
         return ok(check, found, needed)
-    remedy = "GPUs that share a port share its bandwidth; choose others with net_devices"
+    remedy = "GPUs that share a port share its bandwidth, and bytes cross CPU sockets to a port at "
+    remedy += "another PCI root; choose others with net_devices"
     return warning(check, found, needed, remedy)
 
 

@@ -17,7 +17,7 @@ from dualpath.launch.doctor.software import VLLM_DISTRIBUTIONS, ProcessOutcome
 from dualpath.launch.ports import free_port
 from dualpath.node.sockets import resolved
 from dualpath.transport.memory import allocate_shared, map_shared
-from dualpath.transport.nic_pairing import local_nic_pairing
+from dualpath.transport.nic_pairing import PairedPort, local_nic_pairing
 
 #: Generous, as importing vLLM on a busy machine is slow.
 PROCESS_S = 180.0
@@ -78,13 +78,14 @@ class Node:
         return 0
 
     def sharing_refusal(self, size_bytes: int) -> str:
-        """Return why ranks of an engine cannot share a buffer of this size; empty if they can.
+        """Return why processes cannot share a buffer of this size; empty if they can.
 
         Its pages are not touched, so that no memory is used.
         """
         try:
-            with allocate_shared(size_bytes) as (_, path):
-                map_shared(path, size_bytes)
+            memory = allocate_shared(size_bytes)
+            assert memory.file is not None
+            map_shared(memory.file.path, size_bytes)
         except ConfigError as failure:
             return str(failure)
         return ""
@@ -121,7 +122,7 @@ class Node:
             for port in ports
         ]
 
-    def nics_of_gpus(self) -> dict[str, str]:
+    def nics_of_gpus(self) -> dict[str, PairedPort]:
         """Return the RDMA port of each GPU, by PCI address."""
         return local_nic_pairing(self._root)
 

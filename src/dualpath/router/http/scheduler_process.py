@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from dualpath.core.addresses import http_url
 from dualpath.core.errors import ConfigError
+from dualpath.node.certificates import serving
 from dualpath.router.api_keys import (
     ApiKeys,
     engine_headers,
@@ -89,6 +90,7 @@ async def run_scheduler(settings: RouterSettings, address: SchedulerAddress) -> 
             "{front_ends_port} is none; a scheduler serves no clients itself, give a number for "
             "its front ends, 0 for any free port"
         )
+    tls = serving(address.ssl_certfile, address.ssl_keyfile)
     allow_many_streams()
     host = address.host
     warn_if_open(host, ApiKeys(settings.api_keys))
@@ -108,13 +110,15 @@ async def run_scheduler(settings: RouterSettings, address: SchedulerAddress) -> 
         connections = Connections(connection_limits(settings), scheduler.metrics)
 
         async def serve() -> int:
-            app = serving_app(scheduler_app(scheduler, host), host, address.port, connections)
-            return await stack.enter_async_context(app)
+            app = scheduler_app(scheduler, host)
+            server = serving_app(app, host, address.port, connections, tls=tls)
+            return await stack.enter_async_context(server)
 
         at = await bound(leadership, serve)
         collect_seldom()
+        url = http_url(host, at, tls=tls is not None)
         print(
-            f"dualpath scheduler: cluster at {http_url(host, at)}, engines register at "
+            f"dualpath scheduler: cluster at {url}, engines register at "
             f"{scheduler.server.address}, front ends at {scheduler.front_ends.address}",
             flush=True,
         )

@@ -5,6 +5,7 @@ import functools
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -36,6 +37,8 @@ SHUTDOWN_GRACE_S = 1.0
 CLIENT_LEFT = 499
 #: How long the rest of a refused body is read, so that the client sees the answer.
 LINGERING_S = 1.0
+#: How long a client's TLS handshake may take.
+HANDSHAKE_S = 10.0
 #: Connections that wait to be taken.
 BACKLOG = 128
 
@@ -52,12 +55,13 @@ async def serving_app(
     port: int,
     connections: Connections | None = None,
     shared: SharedPort | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[int]:
     """Serve an application in the block; yields the port.
 
     ``connections`` bounds them, by default at half of the process's files.  With ``shared`` others
-    of this user that do the same may have the same port.  Raises ``ConfigError`` if the address is
-    taken.
+    of this user that do the same may have the same port.  With ``tls`` it speaks HTTPS.  Raises
+    ``ConfigError`` if the address is taken.
     """
     guard = Connections(server_limits()) if connections is None else connections
     if shared is not None:
@@ -76,9 +80,15 @@ async def serving_app(
     loop, made = asyncio.get_running_loop(), functools.partial(guard.guarded, runner.server)
     try:
         sock = http_listener(host, port, share=shared is not None)
-        listener = await loop.create_server(made, sock=sock, backlog=BACKLOG)
+        limit_s = HANDSHAKE_S if tls is not None else None
+        listener = await loop.create_server(
+            made, sock=sock, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=limit_s
+        )
         if shared is not None:
-            shared.taken([listener], guard, functools.partial(loop.connect_accepted_socket, made))
+            connect = functools.partial(
+                loop.connect_accepted_socket, made, ssl=tls, ssl_handshake_timeout=limit_s
+            )
+            shared.taken([listener], guard, connect)
         try:
             yield int(listener.sockets[0].getsockname()[1])
         finally:

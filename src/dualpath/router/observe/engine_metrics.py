@@ -142,7 +142,8 @@ class EngineCollector:
         yield _gauge(
             expected,
             "engine_silence_seconds",
-            "Time since an engine's last message; heartbeats come every 0.5 s.",
+            "Time since an engine's last message; heartbeats come every 0.5 s, with more than 500 "
+            "engines less often.",
             lambda e: max(now_s - e.heard_s, 0.0),
         )
 

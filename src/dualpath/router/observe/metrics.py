@@ -4,11 +4,12 @@ The router's own figures are counters and histograms, most of them written once,
 request ends; what engines report is read at every scrape (``engine_metrics``).
 """
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -36,6 +37,22 @@ SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 def shared_metrics() -> bool:
     """Whether any process of several at one port answers with the metrics of all."""
     return SHARED_METRICS in os.environ
+
+
+def share_metrics(front_end: str) -> None:
+    """Let a front end continue the counters of the former process of its name.
+
+    So restarts add no files, all of which every scrape reads.  Does nothing where metrics are not
+    shared, or without a name; to be called before any metric is defined.
+    """
+    if shared_metrics() and front_end:
+        writer = metrics_writer(front_end)
+        values.ValueClass = values.MultiProcessValue(lambda: writer)  # type: ignore[no-untyped-call]
+
+
+def metrics_writer(front_end: str) -> str:
+    """Return the part of file names that is a process number at the Prometheus client."""
+    return hashlib.sha256(front_end.encode()).hexdigest()[:16]
 
 
 class RouterMetrics:
@@ -188,12 +205,12 @@ class RouterMetrics:
         self._assignments.labels(
             assignment.pe_reason, assignment.de_reason, assignment.read_reason
         ).inc()
-        for role in Role:
+        for role in assignment.sides:
             self._read_tokens[role].inc(assignment.at(role).read_tokens)
 
     def reads_replanned(self, old: Assignment, new: Assignment) -> None:
         """Count what either side has to read more than it was assigned."""
-        for role in Role:
+        for role in new.sides:
             more = new.at(role).read_tokens - old.at(role).read_tokens
             self._read_tokens[role].inc(max(more, 0))
 

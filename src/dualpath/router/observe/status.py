@@ -70,17 +70,18 @@ def assignments(registry: Registry, placements: Iterable[Placement]) -> list[dic
 
 
 def _assignment(request: Request, assignment: Assignment, block_tokens: int) -> dict[str, Any]:
+    hit_tokens = request.hit_tokens + assignment.unstored_tokens
     return {
         "request_id": request.request_id,
         "prompt_tokens": request.prompt_tokens,
-        "hit_tokens": request.hit_tokens,
+        "hit_tokens": hit_tokens,
         "prefill_engine": assignment.prefill_engine,
         "decode_engine": assignment.decode_engine,
         "reads": [
             {
                 "side": run.side.value,
                 "first_token": run.blocks.first * block_tokens,
-                "tokens": run.tokens(block_tokens, request.hit_tokens),
+                "tokens": run.tokens(block_tokens, hit_tokens),
             }
             for run in assignment.reads
         ],

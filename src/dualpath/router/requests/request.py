@@ -18,6 +18,7 @@ from dualpath.core.errors import (
     BadRequestError,
     DeadlineError,
     EngineLostError,
+    HitLostError,
     PromptTooLongError,
     SchedulerLostError,
     TransportError,
@@ -123,7 +124,7 @@ class Attempt:
     ) -> None:
         self.attempt_id = attempt_id
         self.placed = False
-        #: The engines it was placed on, PE and DE; a failure may be theirs.
+        #: The engines it was placed on, PE (if it has one) and DE; a failure may be theirs.
         self.engines: tuple[EngineInfo, ...] = ()
         self._front_end = front_end
         self._job = job
@@ -164,16 +165,23 @@ class Attempt:
             self._release(scheduled, reason)
 
     async def _life(self, scheduled: ScheduledAttempt) -> None:
-        transfer = await scheduled.prepare()  # 2 to 4: look-up, PE, DE and read side, slots, reads
-        first = await self._prefill(scheduled, transfer)  # 5: layer by layer, KV to the DE buffer
+        prepared = await scheduled.prepare()  # 2 to 4: look-up, PE, DE and read side, slots, reads
+        if prepared.prefill is None:  # The DE computes what is no hit.
+            self._account(await scheduled.prefilled())
+            await self._decode(scheduled, prepared.decode, ())
+            return
+        # 5: layer by layer, KV to the DE buffer
+        first = await self._prefill(scheduled, prepared.prefill)
         if not self._stream_first(first):  # 6: the PE's token
-            await self._decode(scheduled, transfer, first)  # 6: H2D at the DE, decode
+            prior_tokens = first.token_ids if self._job.first_token_from_pe else ()
+            await self._decode(scheduled, prepared.decode, prior_tokens)  # 6: H2D at the DE, decode
 
     def notify(self, event: AttemptEvent) -> None:
         """Take an event of the attempt from the scheduler."""
         match event:
             case Placed():
-                self.engines = event.prefill, event.decode
+                prefill = () if event.prefill is None else (event.prefill,)
+                self.engines = (*prefill, event.decode)
                 self._count_placed()
             case Staged():
                 self._record.stages.append(event.stage)
@@ -246,20 +254,13 @@ class Attempt:
         return finish_reason is not None
 
     async def _decode(
-        self, scheduled: ScheduledAttempt, transfer: PrefillTransfer, first: TokenEvent
+        self, scheduled: ScheduledAttempt, transfer: DecodeTransfer, prior_tokens: Sequence[int]
     ) -> None:
         scheduled.check()
-        engine, job = self.engines[1], self._job
-        decode_transfer = DecodeTransfer(
-            request_id=self.attempt_id,
-            prompt_tokens=job.prompt_tokens,
-            slots=transfer.de_slots,
-            tenant=job.tenant,
-        )
-        prior_tokens = first.token_ids if job.first_token_from_pe else ()
+        engine, job = self.engines[-1], self._job
         self._decode_start_s = self._front_end.clock()
         job = self._traced(Stage.DECODE, engine)
-        events = self._front_end.engine_calls.decode(engine, job, decode_transfer, prior_tokens)
+        events = self._front_end.engine_calls.decode(engine, job, transfer, prior_tokens)
         try:
             await self._model_work(
                 engine, lambda call: self._stream(scheduled, engine, events, call)
@@ -294,7 +295,7 @@ class Attempt:
 
     def _kv_in_hbm(self, arrived: Arrived) -> None:
         if self._decode_start_s is not None:
-            where = self.engines[1].engine_id
+            where = self.engines[-1].engine_id
             # Tokens travel on another connection: they may come first, even all of them.
             end_s = self._front_end.clock() if self._decoding_s is None else self._decoding_s
             self._record.add(Stage.HANDOVER, self._decode_start_s, where, end_s)
@@ -409,6 +410,9 @@ class RequestLife:
             try:
                 await self._one_attempt(job)
                 return
+            except HitLostError as error:
+                # No fault: a block was evicted meanwhile.  Only the first attempt is without a PE.
+                logger.info("request %s: %s", self.job.request_id, error)
             except (EngineLostError, TransportError) as error:
                 if self._finished:
                     # The client has its last token; only the cleanup failed.
@@ -447,12 +451,14 @@ class RequestLife:
         except SchedulerLostError:
             self._schedulers_lost += 1
             raise
+        except HitLostError:
+            raise
         except (EngineLostError, TransportError):
             self._failed_on.append(self._attempt.engines)
             raise
         finally:
             if self._attempt.engines:
-                self.decode_engine = self._attempt.engines[1].engine_id
+                self.decode_engine = self._attempt.engines[-1].engine_id
             self._attempt = None
 
     async def _used_up(self) -> bool:

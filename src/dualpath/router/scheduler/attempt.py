@@ -8,6 +8,12 @@ blocks that it knows is not followed by another, but if an engine is lost or sil
 asked in the time left.  An engine that was asked may still answer until then: a router or an engine
 that is late for a moment loses no hits.
 
+*What only DRAM has.*  A block of which the write failed, or which storage has evicted, may still be
+cached by engines, or shared by those of a node.  It is a hit if the request is placed on such an
+engine and still finds it there when slots are granted, else it is computed: storage is not asked
+for it.  The DE writes it again with the prompt's new blocks.  A retry of an attempt that failed
+uses stored blocks only (``use_cached``).
+
 *Loading.*  Which blocks an engine caches is known when it has granted slots; the assignment was
 made with what the router believed.  So the DE first reports what it caches of the prompt's head.
 If that is less than was believed, the reads are planned again (``policy.scheduler``), else those of
@@ -17,11 +23,16 @@ reads those that it does not cache.
 Slots with cached blocks are shared and must not be written to.  At a DE they are the first slots of
 the prompt and only these: no run before them can turn out short, in which case the PE would
 recompute what follows and write it there.
+
+*Append at the DE.*  If the assignment has no PE, the DE reserves slots for the hit alone, and the
+front end sends it the request as soon as they are filled.  If a part of the hit turns out to be
+lost, the attempt ends in ``HitLostError``, and the next one has a PE.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
 from dualpath.core.blocks import (
@@ -44,10 +55,10 @@ from dualpath.core.control import (
     Reserved,
     Sync,
 )
-from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.core.errors import EngineLostError, HitLostError, TransportError
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.core.transfers import PrefillTransfer
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.policy.events import Assignment, SlotsGranted
 from dualpath.router.engines import EngineInfo
 from dualpath.router.hit_account import (
@@ -77,6 +88,7 @@ from dualpath.router.scheduling import (
     AttemptOrder,
     Placed,
     Prefilled,
+    Prepared,
     Recomputed,
     Staged,
 )
@@ -116,26 +128,33 @@ class EngineAttempt(AttemptChannel):
         self._use_cached = order.use_cached and scheduler.settings.dram_tier
         self._stages = Stages(scheduler.clock, self._staged, order.number)
         self._placed = self._arrived = False
+        #: The DE computes the append: there is no PE.
+        self._appends = False
         #: Engines that count the request.
         self._assigned: set[str] = set()
-        self._stored_blocks = self._wanted_blocks = self._whole_from = 0
+        #: At the head of the prompt: stored; hits at the engines of the assignment, stored or not;
+        #: hits that are to be loaded.
+        self._stored_blocks = self._found_blocks = self._wanted_blocks = 0
+        self._whole_from = 0
         self._unstored_reason = GONE if order.cacheable else NOT_CACHEABLE
         self._short_reason = ""
         scheduler.exchange.open(self)
 
     # ------------------------------------------------------------------ ScheduledAttempt
 
-    async def prepare(self) -> PrefillTransfer:
-        """Return what the PE has to know, once all hits are in DRAM."""
+    async def prepare(self) -> Prepared:
+        """Return the transfers, once all hits are in DRAM."""
         self._stored_blocks = await self._look_up()  # 2: longest stored prefix
-        self._wanted_blocks = await self._find_engines()  # 3: PE, DE and read side
+        await self._find_engines()  # 3: PE, DE and read side
         self._loaded = loaded = await self._load()  # 4: reserve, read (labels 1-2 of Fig. 4)
         self.check()
+        if self._appends:
+            return Prepared(self._append_transfer(loaded), None)
         if loaded.de_slots:
             holder, writer = self._decode_engine.engine_id, self._prefill_engine.writer
             self._scheduler.releases.writer_started(self.attempt_id, writer, holder)
         self._done = self.expect(PrefillDone, self._prefill_engine.engine_id)
-        return PrefillTransfer(
+        prefill = PrefillTransfer(
             request_id=self.attempt_id,
             prompt_tokens=self._order.prompt_tokens,
             hit_blocks=loaded.hit_blocks,
@@ -146,16 +165,36 @@ class EngineAttempt(AttemptChannel):
             de_slots=loaded.de_slots,
             shared_blocks=loaded.shared_blocks,
         )
+        decode = DecodeTransfer(
+            request_id=self.attempt_id,
+            prompt_tokens=self._order.prompt_tokens,
+            slots=loaded.de_slots,
+            tenant=self._order.tenant,
+        )
+        return Prepared(decode, prefill)
+
+    def _append_transfer(self, loaded: Loaded) -> DecodeTransfer:
+        return DecodeTransfer(
+            request_id=self.attempt_id,
+            prompt_tokens=self._wanted_blocks * self._scheduler.block_tokens,
+            slots=loaded.de_slots,
+            tenant=self._order.tenant,
+            hit_key_tail=self._order.keys[self._wanted_blocks - 1],
+        )
 
     async def prefilled(self) -> Prefilled:
         """Wait until the KV has arrived; release the PE, have the prompt's new blocks stored."""
+        if self._appends:
+            # The DE stores the blocks of the append as those of generated tokens.
+            self._persist(self._order.keys[: self._loaded.hit_blocks])
+            return Prefilled(self._account(), 0.0, 0.0)
         done = await self._kv_arrived()
         engine_id = self._prefill_engine.engine_id
         self.engines.discard(engine_id)
         self._assigned.discard(engine_id)
         self._scheduler.releases.release(engine_id, self.attempt_id, "prefill done")
         self._scheduler.dispatch.prefill_done(self.attempt_id, engine_id)
-        self._persist()
+        self._persist(self._order.keys)
         return Prefilled(self._account(), done.forward_s, done.transfer_s)
 
     async def prefill_aborted(self) -> None:
@@ -169,6 +208,8 @@ class EngineAttempt(AttemptChannel):
         """The DE generates: nothing is in transfer any more."""
         # Tokens need all of the prompt's KV.
         self._scheduler.releases.writer_done(self.attempt_id)
+        if self._appends:
+            self._scheduler.dispatch.prompt_computed(self.attempt_id, self._decode_engine.engine_id)
 
     async def decoded(self) -> None:
         """Wait for ``KvInHbm``, which tokens may overtake, even all of them."""
@@ -184,8 +225,8 @@ class EngineAttempt(AttemptChannel):
             return
         scheduler.exchange.close(self.attempt_id)
         if self._placed:
-            prefill, decode = self._prefill_engine.engine_id, self._decode_engine.engine_id
-            if prefill in self._assigned:
+            decode = self._decode_engine.engine_id
+            for prefill in self._assigned - {decode}:
                 scheduler.releases.release(prefill, self.attempt_id, reason)
             if decode in self._assigned:
                 scheduler.releases.release_when_safe(decode, self.attempt_id, reason)
@@ -195,16 +236,16 @@ class EngineAttempt(AttemptChannel):
 
     async def _look_up(self) -> int:
         """Return how many blocks at the head of the prompt are known to be stored."""
-        order, block_tokens = self._order, self._scheduler.block_tokens
-        keys = order.keys[: max_hit_blocks(order.prompt_tokens, block_tokens)]
-        if not order.cacheable or not keys:
+        keys = self._hit_keys()
+        if not keys:
             return 0
         with self._stages.stage(Stage.LOOKUP):
             stored_blocks, failure = await look_up(self._scheduler, keys)
         if failure is not None:
             logger.warning(
                 "request %s: look-up failed (%s) within %g s; of %d blocks it found %d, the rest "
-                "is recomputed; see the storage and the engines' logs, or raise lookup_timeout_s",
+                "is recomputed unless it is in DRAM; see the storage and the engines' logs, or "
+                "raise lookup_timeout_s",
                 self.attempt_id, failure, self._scheduler.settings.lookup_timeout_s,
                 len(keys), stored_blocks,
             )  # fmt: skip
@@ -212,10 +253,16 @@ class EngineAttempt(AttemptChannel):
             self._unstored_reason = f"lookup-{failure}"
         return stored_blocks
 
+    def _hit_keys(self) -> tuple[BlockKey, ...]:
+        """Return the keys of the blocks that can be hits."""
+        order = self._order
+        most = max_hit_blocks(order.prompt_tokens, self._scheduler.block_tokens)
+        return order.keys[:most] if order.cacheable else ()
+
     # ------------------------------------------------------------------ 3: engines and read side
 
-    async def _find_engines(self) -> int:
-        """Return how many stored blocks are to be loaded; the rest is recomputed faster."""
+    async def _find_engines(self) -> None:
+        """Wait until the attempt is placed."""
         scheduler = self._scheduler
         request = Request(
             request_id=self.attempt_id,
@@ -223,24 +270,34 @@ class EngineAttempt(AttemptChannel):
             hit_tokens=self._stored_blocks * scheduler.block_tokens,
             max_new_tokens=self._order.max_new_tokens,
             cached=self._cached_prefixes(),
+            append_at_decode=self._order.number == 1,
         )
         with self._stages.stage(Stage.QUEUE):
-            self._assignment: Assignment = await scheduler.dispatch.place(request)
+            self._assigned_to(await scheduler.dispatch.place(request))
         scheduler.check_leader()
-        self._prefill_engine = scheduler.engine(self._assignment.prefill_engine)
         self._decode_engine = scheduler.engine(self._assignment.decode_engine)
+        if self._assignment.prefill_engine is None:
+            self._appends = True
+        else:
+            self._prefill_engine = scheduler.engine(self._assignment.prefill_engine)
         self._placed = True
-        self._listener.notify(Placed(self._prefill_engine, self._decode_engine))
+        prefill_engine = None if self._appends else self._prefill_engine
+        self._listener.notify(Placed(prefill_engine, self._decode_engine))
         recomputed = self._assignment.recompute_tokens
         if recomputed:
             self._count_recomputed(recomputed, FASTER)
-        return self._stored_blocks - recomputed // scheduler.block_tokens
+
+    def _assigned_to(self, assignment: Assignment) -> None:
+        """Take an assignment, or its re-planned reads."""
+        self._assignment, block_tokens = assignment, self._scheduler.block_tokens
+        self._found_blocks = self._stored_blocks + assignment.unstored_tokens // block_tokens
+        self._wanted_blocks = self._found_blocks - assignment.recompute_tokens // block_tokens
 
     def _cached_prefixes(self) -> tuple[CachedPrefix, ...]:
         mode = self._scheduler.registry.mode
         if not self._use_cached or mode is None:
             return ()
-        return self._scheduler.cached.prefixes(self._order.keys[: self._stored_blocks], mode)
+        return self._scheduler.cached.prefixes(self._hit_keys(), mode)
 
     # ------------------------------------------------------------------ 4: slots and reads
 
@@ -252,7 +309,9 @@ class EngineAttempt(AttemptChannel):
             await self._assign(self._prefill_engine)
             return Loaded(hit_blocks=self._wanted_blocks, hits=(), de_slots=())
         runs = self._assignment.reads
-        if any(run.cached or run.side is Role.PREFILL for run in runs):
+        if self._appends:
+            de_slots, outcomes = await self._reserve_and_read(runs, pe_idle=True)
+        elif any(run.cached or run.side is Role.PREFILL for run in runs):
             de_slots, outcomes = await self._reserve_and_read(runs, pe_idle=False)
         else:
             # A PE that gets no slots in any case need not wait for the DE's slots and reads.
@@ -262,25 +321,42 @@ class EngineAttempt(AttemptChannel):
             assert loaded is not None
             de_slots, outcomes = loaded
         hits, hit_blocks, short = good_runs(outcomes)
+        if self._appends:
+            self._check_whole(hit_blocks, short)
         loaded_hits = Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=de_slots)
         if short is not None:
+            if short == GONE:  # Neither storage nor DRAM has the rest: it is no hit.
+                self._found_blocks = self._wanted_blocks = hit_blocks
             loaded_hits = await self._read_windows(loaded_hits)
             self._short_reason = short
             self._recompute(self._wanted_blocks - loaded_hits.hit_blocks, short)
         scheduler.dispatch.reads_done(self.attempt_id)
         return loaded_hits
 
+    def _check_whole(self, hit_blocks: int, short: str | None) -> None:
+        """Raise ``HitLostError`` if the DE has not got the whole hit behind which it appends."""
+        if short is not None:
+            raise HitLostError(
+                f"engine {self._decode_engine.engine_id} has {hit_blocks} of the "
+                f"{self._wanted_blocks} hit blocks behind which it was to compute ({short}); the "
+                "next attempt has a prefill engine"
+            )
+
     async def _reserve_and_read(
         self, runs: Sequence[HitRun], *, pe_idle: bool
     ) -> tuple[tuple[int, ...], list[RunRead]]:
         """Return the DE's slots of the prompt, and the outcome of every run in block order.
 
+        If the DE computes the append they are the slots of the hit.
+
         Slots at the DE come first, always: a request that holds PE slots waits for no other slots,
         so there is no deadlock.  The PE reads nothing if it is idle.
         """
-        prompt_blocks = holding_blocks(self._order.prompt_tokens, self._scheduler.block_tokens)
         hit_run = BlockRun(0, _hit_blocks(runs))
-        granted = await self._reserve(self._decode_engine, prompt_blocks, [hit_run])
+        blocks = holding_blocks(self._order.prompt_tokens, self._scheduler.block_tokens)
+        if self._appends:
+            blocks = hit_run.count
+        granted = await self._reserve(self._decode_engine, blocks, [hit_run])
         if any(run.cached for run in runs):
             runs = self._slots_granted(granted.cached_blocks)
         hit_blocks = _hit_blocks(runs)
@@ -310,20 +386,26 @@ class EngineAttempt(AttemptChannel):
 
         What its node shares besides is read without a storage NIC, as long as it is there.
         """
-        stored, cached = self._order.keys[: self._stored_blocks], self._scheduler.cached
-        decode, prefill = self._decode_engine.engine_id, self._prefill_engine.engine_id
+        found, cached = self._order.keys[: self._found_blocks], self._scheduler.cached
+        decode = self._decode_engine.engine_id
+        at_prefill = 0 if self._appends else cached.of(self._prefill_engine.engine_id, found)
         replanned = self._scheduler.dispatch.slots_granted(
             SlotsGranted(
                 self.attempt_id,
-                decode_blocks=max(cached_blocks, cached.shared(decode, stored)),
-                prefill_blocks=cached.of(prefill, stored),
+                decode_blocks=max(cached_blocks, cached.shared(decode, found)),
+                prefill_blocks=at_prefill,
             )
         )
         if replanned is not None:
             more = replanned.recompute_tokens - self._assignment.recompute_tokens
             self._scheduler.metrics.reads_replanned(self._assignment, replanned)
-            self._assignment = replanned
-            self._wanted_blocks -= more // self._scheduler.block_tokens
+            expected_blocks = self._found_blocks
+            self._assigned_to(replanned)
+            if self._appends and self._found_blocks < expected_blocks:
+                raise HitLostError(
+                    f"engine {decode} has evicted hit blocks that are not stored, behind which it "
+                    "was to compute; the next attempt has a prefill engine"
+                )
             if more:
                 self._count_recomputed(more, FASTER)
         return self._assignment.reads
@@ -354,7 +436,7 @@ class EngineAttempt(AttemptChannel):
             decode = run.side is Role.DECODE
             again = await self._read(self._decode_engine if decode else self._prefill_engine, run)
             if decode:
-                slots = again.slots
+                slots = again.slots or slots
             complete = complete and again.good.blocks == run.blocks
         if complete:
             hits = tuple(run.whole_behind(self._whole_from) for run in loaded.hits)
@@ -365,9 +447,13 @@ class EngineAttempt(AttemptChannel):
     async def _read(self, engine: EngineInfo, run: HitRun) -> RunRead:
         """Return the outcome of a storage read of a run's blocks into its slots.
 
+        Blocks that neither storage nor the engine's node has (any more) are not read.
         Raises ``EngineLostError`` if the engine does not even report that its deadline has passed.
         """
         scheduler, settings = self._scheduler, self._scheduler.settings
+        assigned, run = run, run.head(max(self._readable_blocks(engine) - run.blocks.first, 0))
+        if not run.blocks:
+            return RunRead(assigned, run, (), GONE)
         run, first = run.whole_behind(self._whole_from), run.blocks.first
         keys = self._order.keys[first : run.blocks.end]
         start_s = scheduler.clock()
@@ -397,7 +483,15 @@ class EngineAttempt(AttemptChannel):
         self._stages.add(Stage.READ_QUEUE, start_s, engine.engine_id, read_s)
         self._stages.add(Stage.STORAGE_READ, read_s, engine.engine_id, read_s + done.read_s)
         good = run.head(done.good_blocks)
-        return RunRead(run, good, done.slots, done.reason or "buffer-too-small")
+        all_good = good.blocks == run.blocks
+        reason = GONE if all_good else done.reason or "buffer-too-small"
+        return RunRead(assigned, good, done.slots, reason)
+
+    def _readable_blocks(self, engine: EngineInfo) -> int:
+        """Return how many blocks at the head of the prompt an engine can read."""
+        found = self._order.keys[: self._found_blocks]
+        shared = self._scheduler.cached.shared(engine.engine_id, found) if self._use_cached else 0
+        return max(self._stored_blocks, shared)
 
     async def _reserve(
         self, engine: EngineInfo, count: int, blocks: Sequence[BlockRun]
@@ -430,6 +524,10 @@ class EngineAttempt(AttemptChannel):
         self.check()
         scheduler, tokens = self._scheduler, self._assignment.at(engine.role).tokens
         self._assigned.add(engine.engine_id)
+        if scheduler.moves_bytes and not self._appends:
+            prefill = engine.role is Role.PREFILL
+            peer = self._decode_engine if prefill else self._prefill_engine
+            scheduler.server.name_peer(engine.engine_id, peer.engine_id)
         number = scheduler.server.send_numbered(
             engine.engine_id, Assign(self.attempt_id, tokens, reserve_blocks, keys)
         )
@@ -437,6 +535,8 @@ class EngineAttempt(AttemptChannel):
             scheduler.dispatch.assign_sent(engine.engine_id, self.attempt_id, number)
 
     def _recompute(self, blocks: int, reason: str) -> None:
+        if not blocks:
+            return
         tokens = blocks * self._scheduler.block_tokens
         logger.warning(
             "request %s: %d stored tokens are recomputed: %s", self.attempt_id, tokens, reason
@@ -476,38 +576,50 @@ class EngineAttempt(AttemptChannel):
             self._order.keys,
             self._order.prompt_tokens,
             self._scheduler.block_tokens,
-            self._stored_blocks,
+            self._found_blocks,
             self._loaded.hit_blocks,
             unstored_reason=self._unstored_reason,
             short_reason=self._short_reason,
-            faster_blocks=self._stored_blocks - self._wanted_blocks,
+            faster_blocks=self._found_blocks - self._wanted_blocks,
         )
 
-    def _persist(self) -> None:
-        """Have the DE store those of the prompt's full blocks that are new; sent even without any.
+    def _persist(self, in_buffer: tuple[BlockKey, ...]) -> None:
+        """Have the DE store those of the full blocks in its buffer that are not; sent without any.
 
-        The DE releases the buffer only when it knows that nothing more is to be stored.
+        ``in_buffer`` are the keys of the prompt's full blocks there.  The DE releases the buffer
+        only when it knows that nothing more is to be stored.
         """
         self.check()
         keys, engine_id = self._order.keys, self._decode_engine.engine_id
-        hit_blocks = self._loaded.hit_blocks
-        parent = keys[hit_blocks - 1] if hit_blocks else chain_root()
+        first = self._first_unstored_block()
+        parent = keys[first - 1] if first else chain_root()
         self._scheduler.send(
             engine_id,
             Persist(
                 request_id=self.attempt_id,
-                first_block=hit_blocks,
-                keys=keys[hit_blocks:],
+                first_block=first,
+                keys=in_buffer[first:],
                 origin=BlockOrigin(parent, self._order.tenant),
-                hit_keys=keys[:hit_blocks],
+                hit_keys=in_buffer[:first],
             ),
         )
-        self._scheduler.writers.note(keys[hit_blocks:] or keys[-1:], engine_id)
+        self._scheduler.writers.note(keys[first:] or keys[-1:], engine_id)
+
+    def _first_unstored_block(self) -> int:
+        """Return the first block of the prompt that the DE writes: it holds all of them from there.
+
+        Hits that only DRAM has are written again.  In a model with window layers hits that came
+        from elsewhere than the DE's own cache may lack layers there; then these are left out.
+        """
+        hit_blocks, stored_blocks = self._loaded.hit_blocks, self._stored_blocks
+        windows = self._scheduler.geometry.layer_windows
+        if windows and self._loaded.shared_blocks < hit_blocks:
+            return hit_blocks
+        return min(hit_blocks, stored_blocks)
 
     def kv_in_hbm(self, arrived: KvInHbm) -> None:
         """The DE has the prompt's KV in its HBM."""
         self._scheduler.releases.writer_done(self.attempt_id)
-        self._scheduler.dispatch.kv_in_hbm(self.attempt_id, self._decode_engine.engine_id)
         self._arrived = True
         self._listener.notify(Arrived(arrived.h2d_s))
 
@@ -564,8 +676,9 @@ async def look_up(scheduler: "Scheduler", keys: tuple[BlockKey, ...]) -> tuple[i
     """
     end_s = asyncio.get_running_loop().time() + scheduler.settings.lookup_timeout_s
     writers = scheduler.chain_writers(keys)
-    others = [engine for engine in scheduler.engines_rotated() if engine not in writers]
-    found = await _ask_in_turn(scheduler, [*writers, *others][:_LOOKUP_TRIES], keys, end_s)
+    others = (engine for engine in scheduler.engines_rotated() if engine not in writers)
+    asked = list(islice(chain(writers, others), _LOOKUP_TRIES))
+    found = await _ask_in_turn(scheduler, asked, keys, end_s)
     stored_blocks, failure = found
     if failure is not None or stored_blocks == len(keys):
         return found

@@ -9,16 +9,19 @@ is asked to register again after its session has ended, and begins without any r
 import itertools
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
+
+import msgspec
 
 from dualpath.core import control
 from dualpath.core import control as envelopes
-from dualpath.core.cluster import HostProcess, Writer
+from dualpath.core.cluster import AgentAddress, HostProcess, Role, Writer
 from dualpath.core.control import LivenessProbe, PeerDown, RouterMessage
 from dualpath.core.errors import EngineRefusedError, IncompatibleError
 from dualpath.core.names import in_one_line
-from dualpath.core.sessions import HEARTBEAT_S, Action, Event
+from dualpath.core.sessions import HEARTBEAT_S, Action, Event, heartbeat_s
 from dualpath.node.cluster_secret import ClusterSecret
 from dualpath.node.host_process import THIS_MACHINE, has_exited
 from dualpath.router.engines import EngineInfo
@@ -31,7 +34,7 @@ from dualpath.router.scheduler.control_socket import (
     SessionLoops,
     ZmqControlSocket,
 )
-from dualpath.router.scheduler.registry import EngineState, Registry
+from dualpath.router.scheduler.registry import MOST_ENGINES, EngineState, Registry
 
 
 class ControlListener(Protocol):
@@ -116,10 +119,8 @@ class LivenessProbes:
 
     def _neighbour(self, writer: Writer) -> str | None:
         host = writer.process.host
-        return next(
-            (e.engine_id for e in self._registry.alive() if host and e.writer.process.host == host),
-            None,
-        )
+        found = self._registry.neighbour(host) if host else None
+        return found.engine_id if found is not None else None
 
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,61 @@ _UNCERTAIN = (
 )
 
 
+#: Lost processes that are remembered until their death is known, and the engines that know one.
+_MOST_NAMED = 4 * MOST_ENGINES
+
+
+class NamedPeers:
+    """Which engines were named to which, by ``PeerUp``: only these need to know of a loss."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        #: By process: the engines that it was named to, until it is known to be dead.
+        self._knowing: dict[tuple[str, str], set[str]] = {}
+        #: By engine: the processes that were named to it in its present session.
+        self._named: dict[str, set[tuple[str, str]]] = {}
+
+    def is_new(self, engine_id: str, process: Writer) -> bool:
+        """Note that a process is named to an engine; return whether it was not before."""
+        named = self._named.setdefault(engine_id, set())
+        if process.id in named:
+            return False
+        named.add(process.id)
+        self._knowing.setdefault(process.id, set()).add(engine_id)
+        self._remove_oldest(process.id)
+        return True
+
+    def session_ends(self, info: EngineInfo, *, certain: bool) -> None:
+        """An engine's session has ended: everything is named again in its next one.
+
+        A DE knows the processes that may write to its buffer beyond its session.
+        """
+        for process_id in self._named.pop(info.engine_id, ()):
+            if certain or info.role is Role.PREFILL:
+                self._knowing.get(process_id, set()).discard(info.engine_id)
+
+    def lost(self, process: Writer, *, certain: bool) -> Collection[str]:
+        """Return the engines to notify of a loss; the process is named again if it comes back."""
+        knowing = self._knowing.get(process.id, set())
+        for engine_id in knowing:
+            self._named.get(engine_id, set()).discard(process.id)
+        if certain:
+            self._knowing.pop(process.id, None)
+        return knowing
+
+    def _remove_oldest(self, process_id: tuple[str, str]) -> None:
+        """Bound the tables: lost processes and engines that have not come back are removed."""
+        knowing = self._knowing[process_id]
+        if len(knowing) > _MOST_NAMED:
+            knowing.intersection_update([e for e in knowing if self._registry.get(e) is not None])
+        if len(self._knowing) > _MOST_NAMED:
+            self._knowing = {
+                (engine_id, epoch): knowing
+                for (engine_id, epoch), knowing in self._knowing.items()
+                if (info := self._registry.live(engine_id)) is not None and info.epoch == epoch
+            }
+
+
 class Teardown:
     """Takes engines out: they are lost, have left, or are dead.  Notifies the listener and peers.
 
@@ -153,9 +209,11 @@ class Teardown:
         listener: ControlListener,
         send: Callable[[str, RouterMessage], None],
         clock: Callable[[], float],
+        named: NamedPeers,
     ) -> None:
         self._registry = registry
         self._listener = listener
+        self._named = named
         self._send = send
         self._clock = clock
 
@@ -172,7 +230,8 @@ class Teardown:
         _log(ended, reason, left=left or (event in _DEREGISTERED and not others))
         for one in ended:
             certain = one is info and event not in _UNCERTAIN
-            self._notify_peers(one, one.writer, certain=certain)
+            self._notify_peers(one.writer, certain=certain)
+            self._named.session_ends(one, certain=certain)
         notified = f"{info.engine_id}, of the same group: {reason}" if others else reason
         self._listener.on_lost(ended, notified)
 
@@ -185,21 +244,19 @@ class Teardown:
         _log(lost, reason, left=False)
         self._listener.on_missed(lost)
 
-    def confirm_dead(self, info: EngineInfo, writer: Writer) -> None:
-        """A process of this engine, the present or a former one, is dead."""
-        self._notify_peers(info, writer, certain=True)
+    def confirm_dead(self, writer: Writer) -> None:
+        """A process of an engine, the present or a former one, is dead."""
+        self._notify_peers(writer, certain=True)
         self._listener.on_dead(writer)
 
     def _others(self, info: EngineInfo, event: Event, action: Action) -> list[EngineState]:
         """Apply an event to the other ranks; return those for which ``action`` follows."""
         group = self._registry.group(info) if info.dp else []
-        done = [rank for rank in group if action in rank.machine.on(event)]
-        self._registry.changed()
-        return done
+        return [rank for rank in group if action in rank.machine.on(event)]
 
-    def _notify_peers(self, info: EngineInfo, writer: Writer, *, certain: bool) -> None:
-        for peer in self._registry.peers(info):
-            self._send(peer.engine_id, PeerDown(writer.engine_id, writer.epoch, certain))
+    def _notify_peers(self, writer: Writer, *, certain: bool) -> None:
+        for engine_id in self._named.lost(writer, certain=certain):
+            self._send(engine_id, PeerDown(writer.engine_id, writer.epoch, certain))
 
 
 def _log(ended: Sequence[EngineInfo], reason: str, *, left: bool) -> None:
@@ -249,8 +306,13 @@ class ControlServer:
         self.loops = SessionLoops(socket or ZmqControlSocket(), self._handle)
         self._epoch = epoch or uuid.uuid4().hex
         self._sessions = itertools.count(1)
+        #: Engines with messages that are not acknowledged yet, and all in the order in which they
+        #: were last sent a message: a timer looks only at those that need one.
+        self._unacknowledged: dict[str, EngineState] = {}
+        self._spoken: OrderedDict[str, EngineState] = OrderedDict()
         self.probes = LivenessProbes(registry, self.send, has_exited)
-        self._teardown = Teardown(registry, listener, self.send, clock)
+        self._named = NamedPeers(registry)
+        self._teardown = Teardown(registry, listener, self.send, clock, self._named)
         self.address = ""
 
     async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:
@@ -287,6 +349,18 @@ class ControlServer:
         self._post(engine, envelope)
         return envelope.number
 
+    def name_peer(self, engine_id: str, peer_id: str) -> None:
+        """Name a peer to an engine that is about to get a request with it, unless it knows it."""
+        peer, engine = self._registry.get(peer_id), self._registry.get(engine_id)
+        if peer is None or engine is None or not engine.has_session:
+            return
+        if self._named.is_new(engine_id, peer.info.writer):
+            address = peer.address
+            if engine.info.role is Role.DECODE:
+                agents = tuple(AgentAddress(one.agent, b"", ()) for one in address.agents)
+                address = msgspec.structs.replace(address, agents=agents)
+            self.send(engine_id, control.PeerUp(address))
+
     def declare_lost(self, engine_id: str, reason: str, certain: bool) -> None:
         """End an engine's session, if it has one."""
         engine = self._registry.get(engine_id)
@@ -299,7 +373,7 @@ class ControlServer:
         if engine is not None and engine.info.epoch == writer.epoch:
             self._on(engine, Event.CONFIRMED_DEAD, "its process has ended")
         elif engine is not None and engine.confirms_dead(writer):
-            self._teardown.confirm_dead(engine.info, writer)
+            self._teardown.confirm_dead(writer)
         else:
             self._listener.on_dead(writer)
 
@@ -323,11 +397,26 @@ class ControlServer:
             self.declare_dead(writer)
 
     def _acknowledge(self) -> None:
-        now_s = self._clock()
-        for engine in self._registry.all():
-            silent_s = now_s - engine.spoken_s
-            if engine.has_session and (engine.talk.ack_pending or silent_s >= HEARTBEAT_S):
-                self._post(engine, engine.talk.send_lossy(control.Ack()))
+        """Acknowledge what is not acknowledged yet; send heartbeats to engines that need one."""
+        for engine in list(self._unacknowledged.values()):
+            self._send_ack(engine)
+        self._unacknowledged.clear()
+        now_s, gap_s = self._clock(), self._heartbeat_s()
+        while self._spoken:
+            engine_id, engine = next(iter(self._spoken.items()))
+            if now_s - engine.spoken_s < gap_s:
+                break
+            del self._spoken[engine_id]
+            self._send_ack(engine)
+
+    def _heartbeat_s(self) -> float:
+        return heartbeat_s(len(self._registry.alive()), self._timeout_s)
+
+    def _send_ack(self, engine: EngineState) -> None:
+        if engine.has_session:
+            gap_s = self._heartbeat_s()
+            ack = control.Ack(gap_s if gap_s > HEARTBEAT_S else None)
+            self._post(engine, engine.talk.send_lossy(ack))
 
     def _handle(self, identity: bytes, frames: Sequence[bytes]) -> None:
         try:
@@ -371,6 +460,8 @@ class ControlServer:
         elif Action.DELIVER in self._on(engine, Event.MESSAGE):
             engine.heard_s = self._clock()
             message, again = engine.talk.receive(envelope, engine.heard_s)
+            if engine.talk.ack_pending:
+                self._unacknowledged[engine.info.engine_id] = engine
             for resent in again:
                 self._post(engine, resent)
             if message is not None:
@@ -402,10 +493,7 @@ class ControlServer:
     ) -> tuple[Action, ...]:
         """Execute the table's actions; ``former`` is the engine's info before the event."""
         lost = former or engine.info
-        before = engine.machine.state
         actions = engine.machine.on(event)
-        if engine.machine.state is not before:
-            self._registry.changed()
         for action in actions:
             match action:
                 case Action.REMOVE_ENGINE:
@@ -415,10 +503,10 @@ class ControlServer:
                 case Action.CHECK_GROUP:
                     self._check_group(engine)
                 case Action.CONFIRM_DEAD:
-                    self._teardown.confirm_dead(lost, lost.writer)
+                    self._teardown.confirm_dead(lost.writer)
                 case Action.OPEN_SESSION:
                     session = f"{self._epoch}-{next(self._sessions):08}"
-                    engine.open(session, engine.identity, self._clock())
+                    self._registry.open(engine, session, self._clock())
                     self._send_registered(engine)
                 case Action.RESEND_REGISTERED:
                     self._send_registered(engine)
@@ -429,14 +517,11 @@ class ControlServer:
         return actions
 
     def _send_registered(self, engine: EngineState) -> None:
-        peers = tuple(peer.address for peer in self._registry.peers(engine.info))
-        registered = control.Registered(peers, engine.registration, self._keep_blocks)
+        registered = control.Registered(engine.registration, self._keep_blocks)
         self._post(engine, engine.talk.send_lossy(registered))
 
     def _join(self, info: EngineInfo) -> None:
         logger.info("%s engine %s joined (epoch %s)", info.role.value, info.engine_id, info.epoch)
-        for peer in self._registry.peers(info):
-            self.send(peer.engine_id, control.PeerUp(address=info.address))
         self._listener.on_joined(info)
 
     def _check_group(self, engine: EngineState) -> None:
@@ -472,5 +557,8 @@ class ControlServer:
         self.loops.post(identity, envelopes.encode(envelope))
 
     def _post(self, engine: EngineState, envelope: envelopes.FromRouter) -> None:
-        engine.spoken_s = self._clock()
+        engine.spoken_s, engine_id = self._clock(), engine.info.engine_id
+        self._unacknowledged.pop(engine_id, None)
+        self._spoken[engine_id] = engine
+        self._spoken.move_to_end(engine_id)
         self.loops.post(engine.identity, envelopes.encode(envelope))

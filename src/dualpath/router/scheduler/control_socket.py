@@ -139,6 +139,8 @@ MOST_CONNECTIONS = 4096
 #: Of this process's files.
 _FILES_SHARE = 4
 _LOOK_EVERY_S = 0.1
+#: Connections that the kernel is asked about at a time: all of a cluster of 64 engines.
+_ASKED_AT_ONCE = 64
 #: Where ``struct tcp_info`` has ``tcpi_bytes_received`` (Linux 4.1).
 _RECEIVED_AT, _TCP_INFO_BYTES = 128, 136
 
@@ -158,6 +160,9 @@ class ControlConnections:
     Connections over the limit are closed, upon which libzmq frees it all.  An honest engine then
     connects again, and its session goes on.
 
+    The kernel is asked about ``_ASKED_AT_ONCE`` connections at a time, in turn, and about all of
+    them when this process has grown by ``MOST_HELD_BYTES``: what libzmq holds is in its memory.
+
     ``on_stranger`` is called with the endpoint for a connection that ends in its handshake.
     """
 
@@ -174,6 +179,11 @@ class ControlConnections:
         self._most = most_connections()
         #: Received bytes of its frames, by the number of its file.
         self._taken: dict[int, int] = {}
+        #: Bytes of each connection that were not received, when the kernel was last asked.
+        self._held: dict[int, int] = {}
+        #: Connections that the kernel has not been asked about in this turn.
+        self._unasked: list[int] = []
+        self._memory_bytes = resident_bytes()
         events = _FAILED_HANDSHAKES | zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED
         # Not `get_monitor_socket`: the context is asyncio's, and so would be the socket.
         address = f"inproc://monitor-{uuid.uuid4().hex}"
@@ -208,17 +218,46 @@ class ControlConnections:
 
         Of these a handshake makes some hundred.
         """
-        found = {}
-        for file, taken in list(self._taken.items()):
-            if (received := _received_bytes(file)) is None:
-                del self._taken[file]
+        self._ask(list(self._taken))
+        return self._held
+
+    def _ask(self, files: Sequence[int]) -> None:
+        """Ask the kernel about connections."""
+        for file in files:
+            received = _received_bytes(file) if file in self._taken else None
+            if received is not None:
+                self._held[file] = received - self._taken[file]
             else:
-                found[file] = received - taken
-        return found
+                self._remove(file)
+
+    def _remove(self, file: int) -> None:
+        """A file is no connection any more."""
+        self._taken.pop(file, None)
+        self._held.pop(file, None)
 
     def check(self) -> None:
         """Close connections over the limit, then the largest until all are below theirs."""
-        held = self.held()
+        self._close_over_limit(self.held())
+
+    def check_some(self) -> None:
+        """Do what ``check`` does, after a look at the connections whose turn it is."""
+        memory_bytes = resident_bytes()
+        if memory_bytes - self._memory_bytes > MOST_HELD_BYTES:
+            self._memory_bytes = memory_bytes
+            self.check()
+            return
+        self._memory_bytes = min(self._memory_bytes, memory_bytes)
+        if not self._unasked:
+            self._unasked = list(self._taken)
+        asked = self._unasked[-_ASKED_AT_ONCE:]
+        del self._unasked[-_ASKED_AT_ONCE:]
+        self._ask(asked)
+        largest = max((self._held.get(file, 0) for file in asked), default=0)
+        if largest > MOST_HELD_BYTES or sum(self._held.values()) > MOST_HELD_BY_ALL_BYTES:
+            self.check()
+
+    def _close_over_limit(self, held: Mapping[int, int]) -> None:
+        """Close connections that hold too much."""
         total = sum(held.values())
         for file, held_bytes in sorted(held.items(), key=lambda one: -one[1]):
             if held_bytes <= MOST_HELD_BYTES and total <= MOST_HELD_BY_ALL_BYTES:
@@ -229,7 +268,7 @@ class ControlConnections:
     async def _check_often(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            self.check()
+            self.check_some()
 
     async def _watch(self) -> None:
         while True:
@@ -251,14 +290,14 @@ class ControlConnections:
             if len(self._taken) > self._most:
                 self._cut_off(value, f"is one more than {self._most}")
         elif kind == zmq.Event.DISCONNECTED:
-            self._taken.pop(value, None)
+            self._remove(value)
         else:
             self._on_stranger(event["endpoint"].decode())
 
     def _cut_off(self, file: int, why: str) -> None:
         with self._connection(file) as connection:
             if connection is None:
-                self._taken.pop(file, None)
+                self._remove(file)
                 return
             peer = connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)
@@ -309,6 +348,15 @@ def most_connections() -> int:
     if files == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
     return min(MOST_CONNECTIONS, files // _FILES_SHARE)
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process, 0 where /proc does not show it."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def wire_bytes(frame_bytes: int, *, curve: bool) -> int:

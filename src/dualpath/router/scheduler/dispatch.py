@@ -3,7 +3,7 @@
 §6.1 lets engine groups fetch regularly.  Live, every connected group has an open fetch like a
 long poll: after each report, submission or end of a request, the open fetches of all groups are
 answered at once, PE groups first and in turn.  The decisions are those of groups that fetch after
-every event.
+every event; fetches that can place nothing are left out.
 
 *What a report counts.*  A request is sent to its engines after it was assigned to them: to its PE
 only after its DE has granted buffer space.  A report counts a request if its envelope acknowledges
@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -56,14 +56,13 @@ class Share:
     """An assignment at one of its engines: what it is charged there, and its progress.
 
     ``assign_number`` is that of its ``Assign`` in the engine's session, None before it is sent;
-    ``reading`` whether the engine was sent its reads, ``in_hbm`` whether the engine has allocated
-    HBM for it.
+    ``reading`` whether the engine was sent its reads.
     """
 
     def __init__(self, charge: Charge) -> None:
         self.charge = charge
         self.assign_number: int | None = None
-        self.reading = self.in_hbm = False
+        self.reading = False
 
 
 class EngineAssignments:
@@ -83,23 +82,18 @@ class EngineAssignments:
     def event(self, load: Load, received: int) -> EngineReport:
         """Return the event of a report; its envelope acknowledges messages up to ``received``.
 
-        Requests without an ``Assign`` among these messages are uncounted.  Two figures are added
-        that the engine cannot know: reads of counted requests that wait for buffer space, and HBM
-        that counted requests need once their KV is there.
+        Requests without an ``Assign`` among these messages are uncounted.  Reads of counted
+        requests that wait for buffer space are added: the engine cannot know them.
         """
-        uncounted, to_be_read, hbm_wanted = [], 0, 0
+        uncounted, to_be_read = [], 0
         for request_id, share in self.open.items():
             if share.assign_number is None or share.assign_number > received:
                 uncounted.append(request_id)
                 continue
             if not share.reading:
                 to_be_read += share.charge.read_tokens
-            if not share.in_hbm:
-                hbm_wanted += share.charge.tokens
         full_load = msgspec.structs.replace(
-            load,
-            read_queue_tokens=load.read_queue_tokens + to_be_read,
-            free_hbm_tokens=max(load.free_hbm_tokens - hbm_wanted, 0),
+            load, read_queue_tokens=load.read_queue_tokens + to_be_read
         )
         return EngineReport(self._engine_id, full_load, tuple(uncounted))
 
@@ -140,6 +134,8 @@ class Dispatch:
         self._usual_snic: float | None = None
         #: Rounds of fetches with an assignment: PE groups begin in turn.
         self._rounds = 0
+        #: Whether reads were planned again since all groups have fetched.
+        self._replanned = False
         #: The latest placements with an assignment, which may have ended.
         self.recent: deque[Placement] = deque(maxlen=_RECENT_ASSIGNMENTS)
 
@@ -187,6 +183,7 @@ class Dispatch:
                     order=info.order,
                     hbm_tokens=info.hbm_tokens,
                     snic_tokens_per_s=self._snic_tokens_per_s(info),
+                    lockstep=info.dp is not None and info.dp.size > 1,
                 )
             )
         )
@@ -221,7 +218,7 @@ class Dispatch:
             self._apply(assigned.event(load, received))
         except IncompatibleError as error:
             logger.warning("report ignored: %s", error)
-        self._fetch_all()
+        self._fetch_changed(engine_id)
 
     # ------------------------------------------------------------------ requests
 
@@ -253,6 +250,8 @@ class Dispatch:
         if not replanned:
             return None
         (new,) = replanned
+        # Its PE may be below β now; nothing fetches here, as the request is about to be read.
+        self._replanned = True
         self._note(new)
         logger.debug("planned again %s", new)
         return new
@@ -262,11 +261,6 @@ class Dispatch:
         if (share := self._share(request_id, engine_id)) is not None:
             share.reading = True
 
-    def kv_in_hbm(self, request_id: str, engine_id: str) -> None:
-        """The DE has a request's KV in its HBM now."""
-        if (share := self._share(request_id, engine_id)) is not None:
-            share.in_hbm = True
-
     def reads_done(self, request_id: str) -> None:
         """All storage reads of a request are done."""
         assignment = self._assignment(request_id)
@@ -274,17 +268,22 @@ class Dispatch:
             if (share := self._share(request_id, engine_id)) is not None:
                 share.charge = share.charge._replace(read_tokens=0)
         self._apply(ReadsDone(request_id))
-        if self._role_policy is not None and assignment is not None:
+        waits_for_pe = assignment is not None and assignment.prefill_engine is not None
+        if self._role_policy is not None and assignment is not None and waits_for_pe:
             self._role_policy.loaded(request_id, assignment.prefill_tokens)
         self._fetch_all()
 
     def prefill_done(self, request_id: str, engine_id: str) -> None:
         """The PE has finished a request."""
         self._end_at(request_id, engine_id)
+        self.prompt_computed(request_id, engine_id)
+
+    def prompt_computed(self, request_id: str, engine_id: str) -> None:
+        """A request's prompt is computed, by its PE, or by its DE if it has no PE; idempotent."""
         self._apply(PrefillEnded(request_id))
         if self._role_policy is not None and (known := self._assignment(request_id)) is not None:
             self._role_policy.prefilled(request_id, known.decode_tokens)
-        self._fetch_all()
+        self._fetch_changed(engine_id)
 
     def ended(self, request_id: str) -> None:
         """A request (or one attempt of it) has ended, successfully or not; idempotent."""
@@ -303,12 +302,21 @@ class Dispatch:
             return self._scheduler.apply(event)
         return self._log.apply(self._scheduler, event)
 
-    def _fetch_all(self) -> None:
-        """Answer the open fetch of every group that has a live engine, while any request waits."""
+    def _fetch_changed(self, engine_id: str) -> None:
+        """Answer the fetch of the group of an engine whose account alone has changed."""
+        self._fetch_all([engine_id] if engine_id in self._engines and not self._replanned else None)
+
+    def _fetch_all(self, engine_ids: Collection[str] | None = None) -> None:
+        """Answer the open fetches of all groups with a live engine, while any request waits.
+
+        With ``engine_ids`` only those of these engines' groups, see ``fetching_groups``.
+        """
+        if engine_ids is None:
+            self._replanned = False
         if not self._scheduler.waiting:
             return
         start_ns, decisions = time.perf_counter_ns(), 0
-        for group in self._scheduler.fetching_groups(self._rounds):
+        for group in self._scheduler.fetching_groups(self._rounds, engine_ids):
             if not self._scheduler.waiting:
                 break
             for assignment in self._apply(Fetch(group)).assignments:
@@ -328,7 +336,7 @@ class Dispatch:
 
     def _note(self, assignment: Assignment) -> None:
         self._placements[assignment.request_id].assignment = assignment
-        for role in Role:
+        for role in assignment.sides:
             charge = assignment.at(role)
             if (assigned := self._engines.get(charge.engine_id)) is not None:
                 assigned.decided(assignment.request_id, charge)
@@ -369,4 +377,4 @@ class Dispatch:
 
 def _engines_of(assignment: Assignment | None) -> tuple[str, ...]:
     """Return the engines of an assignment, none while there is none."""
-    return () if assignment is None else (assignment.prefill_engine, assignment.decode_engine)
+    return () if assignment is None else assignment.engines

@@ -45,7 +45,12 @@ from dualpath.router.scheduler.control_socket import (
     SessionLoops,
 )
 from dualpath.router.scheduler.link_messages import Frames, frames_of
-from dualpath.router.scheduling import AttemptEvent, Placed, ScheduledAttempt, ScheduledRequest
+from dualpath.router.scheduling import (
+    AttemptEvent,
+    Placed,
+    ScheduledAttempt,
+    ScheduledRequest,
+)
 from dualpath.router.served_adapters import changed
 
 if TYPE_CHECKING:
@@ -55,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Listener:
-    """Sends an attempt's placement at once, other events with the next message about it."""
+    """Sends an attempt's placement at once, other events with the answer to its next call."""
 
     def __init__(
         self, attempt_id: str, placed: set[str], send: Callable[[m.SchedulerMessage], None]
@@ -63,18 +68,25 @@ class _Listener:
         self._attempt_id = attempt_id
         self._placed = placed
         self._send = send
-        self._events: list[AttemptEvent] = []
+        self._events: list[m.LinkEvent] = []
 
     def notify(self, event: AttemptEvent) -> None:
-        self._events.append(event)
-        if isinstance(event, Placed):
-            self._placed.add(self._attempt_id)
-            self.flush()
+        if not isinstance(event, Placed):
+            self._events.append(event)
+            return
+        prefill = None if event.prefill is None else event.prefill.writer.id
+        self._events.append(m.PlacedOn(prefill, event.decode.writer.id))
+        self._placed.add(self._attempt_id)
+        self.flush()
 
     def flush(self) -> None:
-        if self._events:
-            events, self._events = tuple(self._events), []
+        if events := self.take():
             self._send(m.AttemptEvents(self._attempt_id, events))
+
+    def take(self) -> tuple[m.LinkEvent, ...]:
+        """Return the events that were not sent; the caller sends them."""
+        events, self._events = tuple(self._events), []
+        return events
 
 
 class FrontEndSession:
@@ -141,8 +153,8 @@ class FrontEndSession:
         assert held == 0, "a closed session holds no attempt"
 
     def _named(self, names: Iterable[tuple[str, str]]) -> list[EngineInfo]:
-        wanted = set(names)
-        return [e for e in self._scheduler.registry.alive() if (e.engine_id, e.epoch) in wanted]
+        found = ((self._scheduler.registry.live(name), epoch) for name, epoch in names)
+        return [info for info, epoch in found if info is not None and info.epoch == epoch]
 
     def _begin_attempt(self, message: m.BeginAttempt) -> None:
         name, request = message.order.attempt_id, self._requests.get(message.request_id)
@@ -213,7 +225,9 @@ class FrontEndSession:
             answer = m.failure(call_id, error)
         else:
             answer = m.CallResult(call_id, msgspec.Raw(msgspec.msgpack.encode(result)))
-        self._flush(attempt_id)
+        if (listener := self._listeners.get(attempt_id)) is not None:
+            events = listener.take()
+            answer = msgspec.structs.replace(answer, attempt_id=attempt_id, events=events)
         self._send(answer)
 
     def _flush(self, attempt_id: str) -> None:
@@ -300,6 +314,8 @@ class FrontEndServer:
         self._loops = SessionLoops(socket, self._received)
         self.refusals = ControlRefusals()
         self.address = ""
+        #: What the engines had in common at the last change.
+        self._sent_common: tuple[object, ...] = ()
 
     async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:
         """Bind and serve, if it does not yet; raises ``ConfigError`` as ``ControlServer.start``."""
@@ -329,17 +345,29 @@ class FrontEndServer:
         each = [f.session.counts() for f in self._front_ends.values() if f.session is not None]
         return sum(waiting for waiting, _ in each), sum(running for _, running in each)
 
-    def _engines_changed(self) -> None:
-        update = self._engines_update()
+    def _engines_changed(
+        self, joined: Sequence[EngineInfo] = (), lost: Sequence[EngineInfo] = ()
+    ) -> None:
+        """Send front ends the engines that have joined or were lost."""
+        message: m.EnginesUpdate | m.EnginesChanged = m.EnginesChanged(
+            tuple(joined), tuple(info.writer.id for info in lost)
+        )
+        if (common := self._in_common()) != self._sent_common:
+            message, self._sent_common = self._engines_update(), common
         for front_end in self._front_ends.values():
-            self._send(front_end, update)
+            self._send(front_end, message)
+
+    def _in_common(self) -> tuple[object, ...]:
+        registry = self._scheduler.registry
+        caches = self._scheduler.caches_answers
+        return registry.mode, registry.namespace, caches, registry.adapters.known()
 
     def _engines_update(self) -> m.EnginesUpdate:
         registry = self._scheduler.registry
         return m.EnginesUpdate(
             registry.mode,
             registry.namespace,
-            tuple(registry.alive()),
+            registry.alive(),
             self._scheduler.caches_answers,
             registry.adapters.known(),
         )
@@ -473,7 +501,7 @@ class FrontEndServer:
         self._send_unnumbered(identity, Refused("no such session", reregister=True), session)
 
     def _send_registered(self, front_end: _FrontEndState) -> None:
-        self._post(front_end, front_end.talk.send_lossy(Registered((), front_end.registration)))
+        self._post(front_end, front_end.talk.send_lossy(Registered(front_end.registration)))
 
     def _join(self, front_end: _FrontEndState) -> None:
         logger.info("front end %s joined (epoch %s)", front_end.name, front_end.epoch)

@@ -6,8 +6,8 @@ its event loop go together.
     front end → scheduler   FrontEndRegister Heartbeat BeginRequest BeginAttempt AttemptCall
                             DecodingStarted EndAttempt EndRequest SuspectEngine AwaitLiveness
                             HintSession, and core.control's deregistration
-    scheduler → front end   EnginesUpdate AttemptEvents AttemptBroken CallResult CallFailed, and
-                            core.control's answers to a registration and acks
+    scheduler → front end   EnginesUpdate EnginesChanged AttemptEvents AttemptBroken CallResult
+                            CallFailed, and core.control's answers to a registration and acks
 
 Sessions are those of engines (``core.sessions``): numbered messages, acknowledged and resent, an
 epoch for each end; nothing is carried from one session to the next unless it is begun again.
@@ -36,10 +36,17 @@ from dualpath.core.modes import Mode
 from dualpath.core.names import Name
 from dualpath.core.session_hints import SessionHints
 from dualpath.router.engines import EngineInfo
-from dualpath.router.scheduling import Answered, AttemptEvent, AttemptOrder, RequestOrder
+from dualpath.router.scheduling import (
+    Answered,
+    Arrived,
+    AttemptOrder,
+    Recomputed,
+    RequestOrder,
+    Staged,
+)
 
 #: Incremented whenever a message changes its meaning; both ends must agree.
-LINK_VERSION = 5
+LINK_VERSION = 6
 
 
 class FrontEndRegister(Message, frozen=True, tag=True):
@@ -147,7 +154,10 @@ class HintSession(Message, frozen=True, tag=True):
 
 
 class EnginesUpdate(Message, frozen=True, tag=True):
-    """The live engines, by arrival, and their adapters; sent at registration and at each change."""
+    """The live engines, by arrival, and what they have in common.
+
+    Sent when a session begins, and when something in common has changed.
+    """
 
     mode: Mode | None
     namespace: StoreNamespace | None
@@ -156,14 +166,39 @@ class EnginesUpdate(Message, frozen=True, tag=True):
     adapters: tuple[Adapter, ...] = ()
 
 
+class EnginesChanged(Message, frozen=True, tag=True):
+    """Engines that have joined or were lost (by id and epoch) since the last message on engines.
+
+    Like all messages of a session it has a number, is resent until it is acknowledged, and is taken
+    once and in order: the front end knows the engines that the scheduler knew when it sent this.
+    """
+
+    joined: tuple[EngineInfo, ...] = ()
+    lost: tuple[tuple[Name, Name], ...] = ()
+
+
+class PlacedOn(msgspec.Struct, frozen=True, tag=True):
+    """``Placed`` by engine id and epoch: the front end knows the engines already.
+
+    ``prefill`` is None if the DE computes the append.
+    """
+
+    prefill: tuple[Name, Name] | None
+    decode: tuple[Name, Name]
+
+
+LinkEvent = PlacedOn | Staged | Recomputed | Arrived
+
+
 class AttemptEvents(Message, frozen=True, tag=True):
     """Events for an attempt's listener.
 
-    Events that only the request's record needs wait for the next message about the attempt.
+    Events that only the request's record needs wait for the next answer to a call of the attempt,
+    which has them too (``CallResult``), or for its end.
     """
 
     attempt_id: Name
-    events: tuple[AttemptEvent, ...]
+    events: tuple[LinkEvent, ...]
 
 
 class AttemptBroken(Message, frozen=True, tag=True):
@@ -174,18 +209,28 @@ class AttemptBroken(Message, frozen=True, tag=True):
 
 
 class CallResult(Message, frozen=True, tag=True):
-    """The result of a call; its type follows from the call."""
+    """The result of a call; its type follows from the call.
+
+    ``events`` are those of the attempt that came before the answer.
+    """
 
     call_id: int
     result: msgspec.Raw
+    attempt_id: str = ""
+    events: tuple[LinkEvent, ...] = ()
 
 
 class CallFailed(Message, frozen=True, tag=True):
-    """The error of a call: the name of a class of ``core.errors`` and its text."""
+    """The error of a call: the name of a class of ``core.errors`` and its text.
+
+    ``events`` as in ``CallResult``.
+    """
 
     call_id: int
     error: str
     text: str
+    attempt_id: str = ""
+    events: tuple[LinkEvent, ...] = ()
 
 
 FrontEndMessage = (
@@ -208,6 +253,7 @@ SchedulerMessage = (
     | Refused
     | Ack
     | EnginesUpdate
+    | EnginesChanged
     | AttemptEvents
     | AttemptBroken
     | CallResult
@@ -222,6 +268,7 @@ _KINDS = {
         errors.BadRequestError,
         errors.DeadlineError,
         errors.EngineLostError,
+        errors.HitLostError,
         errors.PromptTooLongError,
         errors.TransportError,
     )

@@ -14,13 +14,14 @@ its ``engine_id``.
 import itertools
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 import msgspec
 
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.cluster import GroupRank, Role, Writer
+from dualpath.core.cluster import EngineAddress, Role, Writer
 from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, Register, Report, RouterMessage
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
@@ -30,6 +31,8 @@ from dualpath.core.sessions import ROUTER_TABLE, Channel, Event, RouterSideState
 from dualpath.router.engines import EngineInfo
 from dualpath.router.refusals import ControlRefusal
 from dualpath.router.served_adapters import ServedAdapters
+
+K = TypeVar("K")
 
 #: Former processes of an engine that are remembered; an older one that still runs would count as a
 #: new one, and its successor as dead.
@@ -47,17 +50,26 @@ class Pause(StrEnum):
 class EngineState:
     """An engine that has registered: its info, its session and its last report.
 
-    ``left`` if it deregistered, itself or with its drained group; ``pauses`` are the reasons why it
-    gets no new requests; ``drained`` if it was notified that its group has no requests left.
+    ``address`` is for its peers.  ``left`` if it deregistered, itself or with its drained group;
+    ``pauses`` are the reasons why it gets no new requests; ``drained`` if it was notified that its
+    group has no requests left.
     ``step_s`` is when a report first had the present number of steps of its core.
+    ``changed`` is called when the state of its session has changed.
     """
 
-    def __init__(self, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        address: EngineAddress,
+        changed: "Callable[[EngineState], None]",
+    ) -> None:
         self.info = info
+        self.address = address
         self.identity = b""
         self.talk: Channel[RouterMessage, EngineMessage] = Channel("")
-        self.machine = StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN)
+        self.machine = StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN, lambda: changed(self))
         self.registration = 0
+        self.last_session = ""
         self.heard_s = self.spoken_s = self.step_s = float("-inf")
         self.left = self.drained = False
         self.group_left_s = float("-inf")
@@ -85,7 +97,7 @@ class EngineState:
 
     def open(self, session: str, identity: bytes, now_s: float) -> None:
         """Begin a session."""
-        self.talk = Channel(session)
+        self.talk, self.last_session = Channel(session), session
         self.identity, self.heard_s, self.step_s = identity, now_s, now_s
         self.left = self.drained = False
         self.pauses &= {Pause.ASKED}
@@ -149,35 +161,12 @@ def _elsewhere(one: Writer, other: Writer) -> bool:
 
 
 _MOST_NAMED = 16
-#: Ranks are searched one by one: an unchecked number must not take the router's time.
+#: An unchecked number must not take the router's time: the missing ranks of a group are listed.
 MAX_RANKS = 4096
 
 
-def started_with(dp: GroupRank, engines: "Iterable[EngineState]") -> "list[EngineState]":
-    """Return the engines of one start of a group, by rank."""
-    found = [(e.info.dp.rank, e) for e in engines if e.info.dp and e.info.dp.start == dp.start]
-    return [engine for _, engine in sorted(found, key=lambda each: each[0])]
-
-
-def waits_for(dp: GroupRank, engines: "Iterable[EngineState]") -> str | None:
-    """Return which ranks of a start of a group have not registered, None if all have."""
-    registered = {
-        e.info.dp.rank
-        for e in started_with(dp, engines)
-        if e.info.dp and e.machine.state is RouterSideState.REGISTERING
-    }
-    missing = [str(rank) for rank in range(dp.size) if rank not in registered]
-    if not missing:
-        return None
-    return (
-        f"the data-parallel group {dp.group!r} waits for {len(missing)} of its {dp.size} ranks: "
-        f"{', '.join(missing[:_MOST_NAMED])}; start them, and all of them again if one has ended, "
-        "since ranks start together"
-    )
-
-
-def check_rank(name: str, hello: Register, engines: "Iterable[EngineState]") -> None:
-    """Raise ``EngineRefusedError`` if no group can have this rank."""
+def check_rank(name: str, hello: Register, ranks: "Iterable[EngineState]") -> None:
+    """Raise ``EngineRefusedError`` if no group can have this rank beside ``ranks`` of its start."""
     if (dp := hello.dp) is None:
         return
     if not 0 <= dp.rank < dp.size <= MAX_RANKS or (dp.at_server or 0) < 0:
@@ -188,7 +177,7 @@ def check_rank(name: str, hello: Register, engines: "Iterable[EngineState]") -> 
             "correct its settings",
         )
     role = hello.address.role
-    for engine in started_with(dp, engines):
+    for engine in ranks:
         other, info = engine.info.dp, engine.info
         if info.engine_id == hello.address.engine_id or not engine.present:
             continue
@@ -206,15 +195,18 @@ def check_registration(
     namespace: StoreNamespace | None,
     mode: Mode | None,
     adapters: ServedAdapters,
-    engines: "Collection[EngineState]",
+    ranks: "Collection[EngineState]",
+    neighbours: Iterable[EngineInfo],
 ) -> None:
-    """Raise ``EngineRefusedError`` for an engine that may not join ``engines``.
+    """Raise ``EngineRefusedError`` for an engine that may not join.
 
-    ``namespace`` and ``mode`` are those of the cluster, None before the first engine.
+    ``namespace`` and ``mode`` are those of the cluster, None before the first engine; ``ranks`` are
+    the engines of its start of a data-parallel group, ``neighbours`` the live ones of its group.
     """
     name = f"engine {hello.address.engine_id!r}"
     _check_settings(name, hello)
-    _check_place(name, hello, engines)
+    check_rank(name, hello, ranks)
+    _check_role(name, hello, neighbours)
     if hello.version != PROTOCOL_VERSION:
         raise EngineRefusedError(
             ControlRefusal.VERSION,
@@ -275,17 +267,14 @@ def _check_settings(name: str, hello: Register) -> None:
             )
 
 
-def _check_place(name: str, hello: Register, engines: "Collection[EngineState]") -> None:
-    check_rank(name, hello, engines)
-    for other in (engine.info for engine in engines if engine.alive):
-        engine_id, role = other.engine_id, other.role
-        if engine_id == hello.address.engine_id:
-            continue
-        if other.group == hello.group and role is not hello.address.role:
+def _check_role(name: str, hello: Register, neighbours: Iterable[EngineInfo]) -> None:
+    for other in neighbours:
+        if other.engine_id != hello.address.engine_id and other.role is not hello.address.role:
             raise EngineRefusedError(
                 ControlRefusal.SETTINGS,
                 f"{name} is a {hello.address.role.value} engine, group {hello.group!r} holds "
-                f"the {role.value} engine {engine_id!r}; put it into a group of its own role",
+                f"the {other.role.value} engine {other.engine_id!r}; put it into a group of its "
+                "own role",
             )
 
 
@@ -333,8 +322,37 @@ class Admission(msgspec.Struct, frozen=True):
     former: EngineInfo
 
 
+class _Index(Generic[K]):
+    """Engines by a key that several of them share."""
+
+    def __init__(self) -> None:
+        self._found: dict[K, dict[str, EngineState]] = {}
+        self._key_of: dict[str, K] = {}
+
+    def put(self, engine: EngineState, key: K | None) -> None:
+        """Enter an engine under a key, under none if that is None."""
+        engine_id = engine.info.engine_id
+        former = self._key_of.get(engine_id)
+        if former is not None and former != key:
+            del self._key_of[engine_id]
+            others = self._found[former]
+            del others[engine_id]
+            if not others:
+                del self._found[former]
+        if key is not None:
+            self._key_of[engine_id] = key
+            self._found.setdefault(key, {})[engine_id] = engine
+
+    def of(self, key: K) -> Collection[EngineState]:
+        """Return the engines with a key."""
+        return self._found.get(key, {}).values()
+
+
 class Registry:
     """All engines known; the first one fixes namespace, mode and adapters' weights.
+
+    Whatever a message of one engine needs is found by an index, without a look at the other
+    engines: its session, its group, the live engines of its machine.
 
     ``exclusive_ids``: an orchestrator ends a process before it starts another one of the same
     ``engine_id``, so that a registration from another machine proves the former process's death.
@@ -352,10 +370,18 @@ class Registry:
         self.adapters = adapters or ServedAdapters({})
         self.namespace: StoreNamespace | None = None
         self._engines: dict[str, EngineState] = {}
-        #: Where ``by_session`` found them last.
         self._in_session: dict[str, EngineState] = {}
-        #: Results of ``alive`` since the last change.
+        #: By the start of a data-parallel group; the live ones by group and by machine.
+        self._starts: _Index[tuple[str, str]] = _Index()
+        self._groups: _Index[str] = _Index()
+        self._hosts: _Index[str] = _Index()
+        self._live: dict[str, EngineInfo] = {}
+        self._present: set[str] = set()
+        #: Engines that may have former processes which are not proven dead.
+        self._restarted: dict[str, EngineState] = {}
+        #: Results of ``alive`` and ``limit`` since the last change.
         self._alive: dict[Role | None, tuple[EngineInfo, ...]] = {}
+        self._limits: dict[str, int | None] = {}
         self._arrivals = itertools.count()
 
     def admit(self, hello: Register) -> Admission | None:
@@ -363,33 +389,42 @@ class Registry:
 
         Raises ``EngineRefusedError`` if the engine may not join.
         """
-        self.changed()
-        check_registration(hello, self.namespace, self.mode, self.adapters, self._engines.values())
-        self.namespace = hello.namespace
+        ranks = self._starts.of(hello.dp.start) if hello.dp is not None else ()
+        neighbours = [engine.info for engine in self._groups.of(hello.group)]
+        check_registration(hello, self.namespace, self.mode, self.adapters, ranks, neighbours)
+        self.namespace = self.namespace or hello.namespace
         self.mode = Mode(hello.mode)
         self.adapters.learn(hello.adapters)
         engine_id = hello.address.engine_id
         engine = self._engines.get(engine_id)
         if engine is None:
             self._make_room(engine_id)
-            engine = self._engines[engine_id] = EngineState(_info(hello, next(self._arrivals)))
+            info = _info(hello, next(self._arrivals))
+            engine = self._engines[engine_id] = EngineState(info, hello.address, self._changed)
             engine.registration = hello.registration
+            self._changed(engine)
             return Admission(engine, Event.REGISTERS, engine.info)
         return self._known(engine, hello)
 
     def _make_room(self, engine_id: str) -> None:
         """Anyone can invent names: engines that have been gone the longest are removed."""
-        here = sum(engine.present for engine in self._engines.values())
+        here = len(self._present)
         if here >= MOST_ENGINES:
             raise EngineRefusedError(
                 ControlRefusal.FLOOD,
                 f"engine {engine_id!r} would be one more than {MOST_ENGINES} engines; stop some, "
                 "or start another router for them",
             )
+        if len(self._engines) - here <= MOST_FORMER_ENGINES:
+            return
         gone = [engine for engine in self._engines.values() if not engine.present]
         gone.sort(key=lambda engine: engine.heard_s)
-        for engine in gone[: max(len(gone) - MOST_FORMER_ENGINES, 0)]:
-            del self._engines[engine.info.engine_id]
+        for engine in gone[: len(gone) - MOST_FORMER_ENGINES]:
+            name = engine.info.engine_id
+            del self._engines[name]
+            self._starts.put(engine, None)
+            self._in_session.pop(engine.last_session, None)
+            self._restarted.pop(name, None)
 
     def _known(self, engine: EngineState, hello: Register) -> Admission | None:
         former, info = engine.info, _info(hello, engine.info.order)
@@ -412,31 +447,52 @@ class Registry:
             event = Event.REGISTER_RESENT
         else:
             return None
-        engine.registration = hello.registration
+        engine.registration, engine.address = hello.registration, hello.address
+        self._changed(engine)
         return Admission(engine, event, former)
 
-    def changed(self) -> None:
-        """An engine's session has another state."""
-        self._alive.clear()
+    def _changed(self, engine: EngineState) -> None:
+        """Update the indexes: an engine has another info, or its session another state."""
+        info, alive = engine.info, engine.alive
+        self._starts.put(engine, info.dp.start if info.dp is not None else None)
+        self._groups.put(engine, info.group if alive else None)
+        self._hosts.put(engine, (info.process.host or None) if alive else None)
+        if engine.present:
+            self._present.add(info.engine_id)
+        else:
+            self._present.discard(info.engine_id)
+        if engine.unproven:
+            self._restarted[info.engine_id] = engine
+        if self._live.get(info.engine_id) is not (info if alive else None):
+            self._alive.clear()
+            self._limits.clear()
+        if alive:
+            self._live[info.engine_id] = info
+        else:
+            self._live.pop(info.engine_id, None)
+
+    def open(self, engine: EngineState, session: str, now_s: float) -> None:
+        """Begin a session of an engine."""
+        self._in_session.pop(engine.last_session, None)
+        engine.open(session, engine.identity, now_s)
+        self._in_session[session] = engine
 
     def get(self, engine_id: str) -> EngineState | None:
         """Return an engine by its id, dead or alive."""
         return self._engines.get(engine_id)
 
+    def live(self, engine_id: str) -> EngineInfo | None:
+        """Return a live engine by its id."""
+        return self._live.get(engine_id)
+
     def by_identity(self, identity: bytes) -> EngineState | None:
-        """Return the engine that uses a connection."""
+        """Return the engine that uses a connection; for rare errors, as it looks at all engines."""
         return next((e for e in self._engines.values() if e.identity == identity), None)
 
     def by_session(self, session: str) -> EngineState | None:
         """Return the engine that has this as its last session."""
-        if not session:
-            return None
         found = self._in_session.get(session)
-        if found is None or found.talk.session != session:
-            each = self._engines.values()
-            found = next((e for e in each if e.talk.session == session), None)
-            self._in_session = {e.talk.session: e for e in each}
-        return found
+        return found if found is not None and found.talk.session == session else None
 
     def is_dead(self, writer: Writer) -> bool:
         """Whether a process is known to be dead.
@@ -455,22 +511,24 @@ class Registry:
 
     def unproven(self) -> list[Writer]:
         """Return former processes that are not proven dead."""
-        return [w for engine in self._engines.values() for w in engine.unproven.values()]
+        self._restarted = {name: e for name, e in self._restarted.items() if e.unproven}
+        return [w for engine in self._restarted.values() for w in engine.unproven.values()]
 
     def all(self) -> list[EngineState]:
         """Return all engines ever registered, by arrival."""
         return list(self._engines.values())
 
-    def alive(self, role: Role | None = None) -> list[EngineInfo]:
+    def alive(self, role: Role | None = None) -> tuple[EngineInfo, ...]:
         """Return the live engines (of one role), by arrival."""
         if (known := self._alive.get(role)) is None:
-            infos = (e.info for e in self._engines.values() if e.alive)
+            infos = sorted(self._live.values(), key=lambda info: info.order)
             known = self._alive[role] = tuple(i for i in infos if role in (None, i.role))
-        return list(known)
+        return known
 
-    def peers(self, info: EngineInfo) -> list[EngineInfo]:
-        """Return the live engines of the other role, by arrival."""
-        return [peer for peer in self.alive() if peer.role is not info.role]
+    def neighbour(self, host: str) -> EngineInfo | None:
+        """Return the live engine on a machine that arrived first, None if there is none."""
+        infos = (engine.info for engine in self._hosts.of(host))
+        return min(infos, key=lambda info: info.order, default=None)
 
     def silent(self, now_s: float, timeout_s: float) -> list[EngineState]:
         """Return engines that live, or wait for their group, and are silent for ``timeout_s``."""
@@ -488,13 +546,28 @@ class Registry:
 
     def group(self, info: EngineInfo) -> list[EngineState]:
         """Return the engines of its start of a group, by rank; itself if it is in none."""
-        if info.dp is not None:
-            return started_with(info.dp, self._engines.values())
-        return [engine for engine in (self._engines.get(info.engine_id),) if engine is not None]
+        if info.dp is None:
+            return [engine for engine in (self._engines.get(info.engine_id),) if engine is not None]
+        found = [(e.info.dp.rank, e) for e in self._starts.of(info.dp.start) if e.info.dp]
+        return [engine for _, engine in sorted(found, key=lambda each: each[0])]
 
     def waits_for(self, info: EngineInfo) -> str | None:
         """Return the ranks that an engine's group lacks, None for a complete one or none."""
-        return waits_for(info.dp, self._engines.values()) if info.dp is not None else None
+        if (dp := info.dp) is None:
+            return None
+        registered = {
+            e.info.dp.rank
+            for e in self._starts.of(dp.start)
+            if e.info.dp and e.machine.state is RouterSideState.REGISTERING
+        }
+        missing = [str(rank) for rank in range(dp.size) if rank not in registered]
+        if not missing:
+            return None
+        return (
+            f"the data-parallel group {dp.group!r} waits for {len(missing)} of its {dp.size} "
+            f"ranks: {', '.join(missing[:_MOST_NAMED])}; start them, and all of them again if one "
+            "has ended, since ranks start together"
+        )
 
     def waiting(self, engine: EngineState) -> str | None:
         """Return the ranks that a registered engine waits for, None if it is live or lost."""
@@ -507,8 +580,10 @@ class Registry:
 
     def limit(self, name: str) -> int | None:
         """Return the smallest value of an integer limit over live engines, None if unstated."""
-        values = [e.info.limits.get(name) for e in self._engines.values() if e.alive]
-        return min((v for v in values if isinstance(v, int)), default=None)
+        if name not in self._limits:
+            values = [info.limits.get(name) for info in self._live.values()]
+            self._limits[name] = min((v for v in values if isinstance(v, int)), default=None)
+        return self._limits[name]
 
 
 def _info(hello: Register, order: int) -> EngineInfo:
@@ -519,7 +594,7 @@ def _info(hello: Register, order: int) -> EngineInfo:
         node=hello.node,
         group=hello.group,
         api_url=hello.api_url,
-        address=hello.address,
+        process=hello.address.process,
         order=order,
         hbm_tokens=hello.hbm_tokens,
         buffer_tokens=hello.buffer_tokens,

@@ -28,7 +28,6 @@ from dualpath.core.errors import (
 from dualpath.core.modes import Mode
 from dualpath.core.session_hints import SessionHints
 from dualpath.core.sessions import REGISTER_INTERVAL_S, ROUTER_TIMEOUT_S
-from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.control.link import LINGER_MS, RouterSession, connect_dealer, prepare_dealer
 from dualpath.node.cluster_secret import ClusterSecret, check_control_url
 from dualpath.router.engines import EngineInfo, Membership
@@ -37,11 +36,11 @@ from dualpath.router.scheduler.control_socket import LoopSocket
 from dualpath.router.scheduler.link_messages import Frames
 from dualpath.router.scheduling import (
     Answered,
-    AttemptEvent,
     AttemptListener,
     AttemptOrder,
     Placed,
     Prefilled,
+    Prepared,
     RequestOrder,
 )
 from dualpath.router.served_adapters import ServedAdapters, changed
@@ -52,7 +51,7 @@ T = TypeVar("T")
 
 
 class EnginesView:
-    """The ``KnownEngines`` that the scheduler reported last; none without a session.
+    """The ``KnownEngines`` that the scheduler has reported; none without a session.
 
     ``namespace`` and the weights of ``adapters`` are the first that it reported, because keys have
     been made for them since.  ``away`` is the reason why there is no session.
@@ -63,11 +62,22 @@ class EnginesView:
         self.adapters = adapters
         self.mode: Mode | None = None
         self.namespace: StoreNamespace | None = None
-        self.engines: tuple[EngineInfo, ...] = ()
+        self._engines: dict[str, EngineInfo] = {}
+        #: Results of ``alive`` and ``limit`` since the last change.
+        self._alive: dict[Role | None, tuple[EngineInfo, ...]] = {}
+        self._limits: dict[str, int | None] = {}
 
     def alive(self, role: Role | None = None) -> Sequence[EngineInfo]:
         """Return the live engines (of one role), by arrival."""
-        return [engine for engine in self.engines if role in (None, engine.role)]
+        if (known := self._alive.get(role)) is None:
+            infos = sorted(self._engines.values(), key=lambda info: info.order)
+            known = self._alive[role] = tuple(i for i in infos if role in (None, i.role))
+        return known
+
+    def live(self, engine_id: str, epoch: str) -> EngineInfo | None:
+        """Return this process of an engine if it is live."""
+        info = self._engines.get(engine_id)
+        return info if info is not None and info.epoch == epoch else None
 
     def waits(self) -> Sequence[str]:
         """Return why the scheduler reports no engines, if it does not."""
@@ -75,7 +85,8 @@ class EnginesView:
 
     def update(self, update: m.EnginesUpdate) -> None:
         """Take the scheduler's report; engines with another model or adapter do not count."""
-        self.mode, self.engines, self.away = update.mode, update.engines, ""
+        self.mode, self.away = update.mode, ""
+        self._set({info.engine_id: info for info in update.engines})
         self.namespace = self.namespace or update.namespace
         if update.namespace not in (None, self.namespace):
             self._refuse("engines of another model")
@@ -87,19 +98,40 @@ class EnginesView:
             return
         self.adapters.learn_if_listed(update.adapters)
 
+    def change(self, change: m.EnginesChanged) -> None:
+        """Take engines that have joined or were lost, unless the scheduler's do not count here."""
+        if self.away:
+            return
+        for engine_id, epoch in change.lost:
+            if self.live(engine_id, epoch) is not None:
+                del self._engines[engine_id]
+        self._engines.update((info.engine_id, info) for info in change.joined)
+        self._changed()
+
+    def _set(self, engines: dict[str, EngineInfo]) -> None:
+        self._engines = engines
+        self._changed()
+
+    def _changed(self) -> None:
+        self._alive.clear()
+        self._limits.clear()
+
     def _refuse(self, what: str) -> None:
-        self.engines = ()
+        self._set({})
         self.away = f"the scheduler has {what} now; restart this front end"
         logger.error("%s", self.away)
 
     def clear(self, away: str) -> None:
         """The session has ended."""
-        self.engines, self.away = (), away
+        self._set({})
+        self.away = away
 
     def limit(self, name: str) -> int | None:
         """Return the smallest value of an integer limit over live engines, None if unstated."""
-        values = [engine.limits.get(name) for engine in self.engines]
-        return min((v for v in values if isinstance(v, int)), default=None)
+        if name not in self._limits:
+            values = [engine.limits.get(name) for engine in self._engines.values()]
+            self._limits[name] = min((v for v in values if isinstance(v, int)), default=None)
+        return self._limits[name]
 
 
 # ------------------------------------------------------------------------ orphaned attempts
@@ -218,11 +250,22 @@ class RemoteAttempt:
         sent = msgspec.structs.replace(order, keys=()) if order.keys == request.keys else order
         link.send(m.BeginAttempt(request.request_id, sent, *made_for))
 
-    def notify(self, event: AttemptEvent) -> None:
+    def notify(self, event: m.LinkEvent) -> None:
         """Take an event of the attempt from the scheduler."""
-        if isinstance(event, Placed):
-            self.decode_engine = event.decode
-        self.listener.notify(event)
+        if not isinstance(event, m.PlacedOn):
+            self.listener.notify(event)
+            return
+        placed = [name for name in (event.prefill, event.decode) if name is not None]
+        live = [self._link.engines.live(*name) for name in placed]
+        for (engine_id, epoch), engine in zip(placed, live, strict=True):
+            if engine is None:
+                error = f"engine {engine_id} (epoch {epoch}) is lost; see its log"
+                self.break_off(EngineLostError(error))
+                return
+        *prefill, decode = live
+        assert decode is not None
+        self.decode_engine = decode
+        self.listener.notify(Placed(prefill[0] if prefill else None, decode))
 
     def check(self) -> None:
         """Raise ``EngineLostError`` if the attempt is broken."""
@@ -235,9 +278,9 @@ class RemoteAttempt:
             self.broken.set_exception(error)
             self.broken.exception()  # Marks it as seen: the attempt may have ended already.
 
-    async def prepare(self) -> PrefillTransfer:
-        """Return what the PE has to know."""
-        return await self._call(m.Step.PREPARE, PrefillTransfer)
+    async def prepare(self) -> Prepared:
+        """Return the transfers, once all hits are in DRAM."""
+        return await self._call(m.Step.PREPARE, Prepared)
 
     async def prefilled(self) -> Prefilled:
         """Wait until the KV has arrived."""
@@ -462,22 +505,31 @@ class RemoteScheduling:
     def _take(self, message: m.SchedulerMessage) -> None:
         match message:
             case m.EnginesUpdate():
-                self._update(message)
-            case m.AttemptEvents() if message.attempt_id in self._attempts:
-                for event in message.events:
-                    self._attempts[message.attempt_id].notify(event)
+                self.caches_answers = message.caches_answers
+                self.engines.update(message)
+                self._engines_changed()
+            case m.EnginesChanged():
+                self.engines.change(message)
+                self._engines_changed()
+            case m.AttemptEvents():
+                self._notify(message)
             case m.AttemptBroken() if message.attempt_id in self._attempts:
                 self._attempts[message.attempt_id].break_off(EngineLostError(message.reason))
             case m.CallResult() | m.CallFailed():
                 self._answered(message)
 
-    def _update(self, update: m.EnginesUpdate) -> None:
-        self.engines.update(update)
-        self.caches_answers = update.caches_answers
-        self.orphans.update(update.engines)
+    def _engines_changed(self) -> None:
+        if len(self.orphans):
+            self.orphans.update(self.engines.alive())
         self._membership.changed()
 
+    def _notify(self, message: m.AttemptEvents | m.CallResult | m.CallFailed) -> None:
+        if (attempt := self._attempts.get(message.attempt_id)) is not None:
+            for event in message.events:
+                attempt.notify(event)
+
     def _answered(self, message: m.CallResult | m.CallFailed) -> None:
+        self._notify(message)
         future = self._calls.get(message.call_id)
         if future is None or future.done():
             return

@@ -9,7 +9,7 @@ to ``front_ends`` (``front_end_server``).
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -329,30 +329,29 @@ class Scheduler:
         Each may still be writing that block, and those that it has generated behind it; it answers
         a look-up when both are written.
         """
-        alive = {engine.engine_id: engine for engine in self.registry.alive(Role.DECODE)}
-        return [alive[name] for name in self.writers.of(keys) if name in alive]
+        found = (self.registry.live(name) for name in self.writers.of(keys))
+        return [info for info in found if info is not None and info.role is Role.DECODE]
 
-    def engines_rotated(self) -> list[EngineInfo]:
-        """Return live DEs, then live PEs, each rotated by one more at every call."""
+    def engines_rotated(self) -> Iterator[EngineInfo]:
+        """Yield live DEs, then live PEs, each rotated by one more at every call."""
         turn = next(self._lookups)
-        in_turn: list[EngineInfo] = []
         for role in (Role.DECODE, Role.PREFILL):
             engines = self.registry.alive(role)
-            start = turn % len(engines) if engines else 0
-            in_turn += engines[start:] + engines[:start]
-        return in_turn
+            for position in range(len(engines)):
+                yield engines[(turn + position) % len(engines)]
 
     def _assigned(self, assignment: Assignment) -> None:
         self.metrics.assigned(assignment)
         # At the moment of decision: an engine may be lost before the request's task wakes up.
         if (attempt := self.exchange.get(assignment.request_id)) is not None:
-            attempt.engines.update((assignment.prefill_engine, assignment.decode_engine))
+            attempt.engines.update(assignment.engines)
 
     # ------------------------------------------------------------------ ControlListener
 
     def on_joined(self, info: EngineInfo) -> None:
         """Called by the control server."""
-        self._derive_thresholds()
+        if self._dispatch is None or info.role is Role.PREFILL:
+            self._derive_thresholds()
         if self._dispatch is None:
             self._dispatch = self._open_dispatch()
         self.cached.engine_joined(info, self.block_tokens)
@@ -360,8 +359,8 @@ class Scheduler:
         self._dispatch.joined(info)
         self.pauses.joined(info)
         self.suspects.joined(info)
-        self.sessions.engines_changed()
-        self.membership.changed()
+        self.sessions.engine_joined(info)
+        self.membership.changed(joined=[info])
         self.roles.poll()
 
     def on_lost(self, lost: Sequence[EngineInfo], reason: str) -> None:
@@ -371,10 +370,11 @@ class Scheduler:
             self.releases.engine_lost(info.writer)
             self.exchange.engine_lost(info.engine_id, reason)
         self.dispatch.lost(*(info.engine_id for info in lost))
-        self._derive_thresholds()
-        self.sessions.engines_changed(lost)
+        if any(info.role is Role.PREFILL for info in lost):
+            self._derive_thresholds()
+        self.sessions.engines_lost(lost)
         self.on_missed(lost)
-        self.membership.changed()
+        self.membership.changed(lost=lost)
         self.roles.poll()
 
     def on_missed(self, missed: Sequence[EngineInfo]) -> None:
@@ -418,6 +418,7 @@ class Scheduler:
             computed_weight=thresholds.computed_weight,
             block_tokens=self.block_tokens,
             recompute_limit_s=min(self.settings.recompute_limit_s, self.settings.read_deadline_s),
+            append_at_decode_tokens=self._append_at_decode_tokens(),
         )
         if self.event_log is not None:
             self.event_log.begin(settings)
@@ -429,6 +430,19 @@ class Scheduler:
             self.metrics.scheduled,
             self.role_policy,
         )
+
+    def _append_at_decode_tokens(self) -> int:
+        """Return the setting; 0 in a model with window layers.
+
+        Blocks of an append that leave a window in the step that computes them would not be stored.
+        """
+        tokens = self.settings.append_at_decode_tokens
+        if tokens and self.geometry.layer_windows:
+            logger.warning(
+                "append_at_decode_tokens %d is not used: the model has window layers", tokens
+            )
+            return 0
+        return tokens
 
     def _bytes_per_token(self) -> int:
         namespace = self.registry.namespace
@@ -446,6 +460,7 @@ class Scheduler:
             "alpha %s tokens (%s), beta %s tokens (%s); None: unlimited",
             alpha.tokens, alpha.origin, beta.tokens, beta.origin,
         )  # fmt: skip
+        self.sessions.read_rate_changed()
         if self._dispatch is not None:
             self._dispatch.set_thresholds(thresholds.for_scheduler())
 

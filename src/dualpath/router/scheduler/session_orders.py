@@ -85,13 +85,22 @@ class SessionOrders:
         self._send_orders(self._warmth.hint(name, hints, self._clock(), self._buffers))
         return True
 
-    def engines_changed(self, lost: Iterable[EngineInfo] = ()) -> None:
-        """Engines have changed; ``lost`` ones cache nothing any more."""
+    def engine_joined(self, info: EngineInfo) -> None:
+        """An engine has joined; its buffer caches nothing yet."""
+        if info.role is Role.DECODE:
+            self._buffers[info.engine_id] = self._buffer(info)
+
+    def engines_lost(self, lost: Iterable[EngineInfo]) -> None:
+        """Engines are lost and cache nothing any more."""
         for info in lost:
             self._warmth.engine_lost(info.engine_id)
-        self._buffers = {
-            info.engine_id: self._buffer(info) for info in self._registry.alive(Role.DECODE)
-        }
+            self._buffers.pop(info.engine_id, None)
+
+    def read_rate_changed(self) -> None:
+        """Engines that do not know their read speed are counted with another one."""
+        for info in self._registry.alive(Role.DECODE):
+            if info.rates.read_bytes is None:
+                self._buffers[info.engine_id] = self._buffer(info)
 
     def stop(self) -> None:
         """Send no more orders."""

@@ -214,6 +214,7 @@ def _report(p: World, group: int) -> None:
                 engines[engine, TOKENS],
                 engines[engine, READING],
                 engines[engine, FREE],
+                0,
             )
 
 

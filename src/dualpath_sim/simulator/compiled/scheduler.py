@@ -137,6 +137,7 @@ def report(
     unfinished_tokens: int,
     read_queue_tokens: int,
     free_hbm_tokens: int,
+    unallocated_hbm_tokens: int,
 ) -> None:
     """Take over an engine's load; a late report is dropped (``Ledger.report``).
 
@@ -157,6 +158,7 @@ def report(
         unfinished_tokens,
         read_queue_tokens,
         free_hbm_tokens,
+        unallocated_hbm_tokens,
     )
 
 

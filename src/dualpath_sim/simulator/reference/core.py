@@ -24,8 +24,8 @@ from dualpath_sim.simulator.derived import (
 from dualpath_sim.simulator.reference.driver import SchedulerDriver
 from dualpath_sim.simulator.reference.machine import EventQueue, Reservation, SimulatedMachine
 from dualpath_sim.simulator.reference.rebalancing import Rebalancing
-from dualpath_sim.simulator.reference.record import Record
-from dualpath_sim.simulator.reference.units import Chunk, Pass, PrefillWork, Units
+from dualpath_sim.simulator.reference.record import NO_ENGINE, Record
+from dualpath_sim.simulator.reference.units import Chunk, Pass, PrefillUnit, PrefillWork, Units
 from dualpath_sim.simulator.result import Progress, SimulationResult
 from dualpath_sim.simulator.rules import (
     LayerKinds,
@@ -44,12 +44,14 @@ from dualpath_sim.simulator.settings import Setup
 class Flight:
     """A round from its assignment on; ``parts_left`` of its reads are not over yet.
 
-    By side: ``cached_tokens`` are those that the scheduler expected in the side's buffer,
+    With ``appends`` its DE computes what is no hit: its buffer holds the hit alone, in place of the
+    prompt.  By side: ``cached_tokens`` are those that the scheduler expected in the side's buffer,
     ``read_tokens`` those that the side reads, which are more where the buffer has evicted some.
     """
 
     __slots__ = (
-        *("_block_tokens", "_hit_tokens", "_kinds", "_prompt_tokens", "assignment", "de"),
+        *("_block_tokens", "_hit_tokens", "_kinds", "_prompt_tokens", "appends", "assignment"),
+        "de",
         *("de_blocks", "cached_tokens", "parts_left", "pe", "pe_blocks", "pe_first", "read_tokens"),
     )
 
@@ -62,9 +64,11 @@ class Flight:
         block_tokens: int,
     ) -> None:
         self.assignment = assignment
-        self.pe = int(assignment.prefill_engine)
+        self.appends = assignment.prefill_engine is None
+        self.pe = NO_ENGINE if assignment.prefill_engine is None else int(assignment.prefill_engine)
         self.de = int(assignment.decode_engine)
-        self._hit_tokens, self._prompt_tokens = hit_tokens, prompt_tokens
+        self._hit_tokens = hit_tokens
+        self._prompt_tokens = hit_tokens if self.appends else prompt_tokens
         self._kinds, self._block_tokens = kinds, block_tokens
         self.pe_first = self.pe_blocks = self.de_blocks = 0
         self.cached_tokens = dict.fromkeys(Role, 0)
@@ -85,7 +89,7 @@ class Flight:
 
     @property
     def prompt_blocks(self) -> int:
-        """The blocks of the whole prompt."""
+        """The blocks of the whole prompt, or of the hit if the DE computes the append."""
         return holding_blocks(self._prompt_tokens, self._block_tokens)
 
     @property
@@ -139,7 +143,7 @@ class Flight:
         )
 
     def fill_bytes(self) -> float:
-        """Return the bytes that enter the DE's HBM."""
+        """Return the bytes that are copied into the DE's HBM."""
         return fill_bytes(self._kinds, self._prompt_tokens, self._block_tokens)
 
     def whole_at_prefill(self) -> int:
@@ -211,6 +215,8 @@ class ReferenceCore:
                 self._machine,
                 units,
             )
+        #: By DE, the appends that it computes.
+        self._appends: dict[int, PrefillUnit] = {}
         self._tier_hit_tokens = 0
         self._read_columns()
 
@@ -315,7 +321,9 @@ class ReferenceCore:
 
     def _replanned(self, r: int, flight: Flight, at_decode: int) -> Flight:
         """Return a round's flight, re-planned if its engines cache less than was expected."""
-        at_prefill = self._machine.buffer(flight.pe).cached.of(self._agent_of[r])
+        at_prefill = 0
+        if not flight.appends:
+            at_prefill = self._machine.buffer(flight.pe).cached.of(self._agent_of[r])
         cached_blocks = {Role.PREFILL: at_prefill, Role.DECODE: at_decode}
         changed = self._driver.granted(flight.assignment, cached_blocks)
         if changed is flight.assignment:
@@ -362,8 +370,11 @@ class ReferenceCore:
 
     def _loaded(self, r: int) -> None:
         self._record.loaded_ns[r] = self._events.now_ns
-        self._driver.read_done(r)
         flight = self._flights[r]
+        self._driver.read_done(r, flight.assignment)
+        if flight.appends:
+            self._fill_hit(r, flight)
+            return
         unit = self._prefill_units[self._prefill_unit_of[flight.pe]]
         unit.add(flight.pe, PrefillWork(r, self._hit[r], self._prompt[r]))
         if not unit.busy:
@@ -449,6 +460,7 @@ class ReferenceCore:
             stored = self._hit[r] + flight.assignment.recompute_tokens
             new_blocks = new_full_blocks(stored, self._prompt[r], self._block_tokens)
             self._persist(r, PERSIST_PROMPT_PATH, flight.de, new_blocks)
+        self._driver.hbm_allocated(flight.assignment)
         if self._generated[r] == 1:
             self._end_without_decode(r, flight)
         else:
@@ -463,6 +475,67 @@ class ReferenceCore:
         record.decoding_ns[r] = record.second_token_ns[r] = first_ns
         if not self._oracle:
             self._release_decode(r, flight)
+        self._finished(r)
+
+    # 5 to 7 at the DE, if it computes the append: the hit is copied into HBM, then the append is
+    # computed beside the DE's steps.
+
+    def _fill_hit(self, r: int, flight: Flight) -> None:
+        self._driver.hbm_allocated(flight.assignment)
+        filled_ns = self._machine.charge(FILL_PATH, flight.de, flight.de, flight.fill_bytes())
+        self._events.at(filled_ns + self._admission_ns, self._hit_filled, r, flight)
+
+    def _hit_filled(self, r: int, flight: Flight) -> None:
+        self._release_decode(r, flight)
+        de = flight.de
+        if de not in self._appends:
+            limits = self._limits._replace(prefill_hbm_tokens=self._limits.decode_hbm_tokens)
+            costs = self._setup.model.prefill
+            self._appends[de] = PrefillUnit(de, 1, costs, limits, self._block_tokens)
+        unit = self._appends[de]
+        unit.add(de, PrefillWork(r, self._hit[r], self._prompt[r]))
+        if not unit.busy:
+            unit.busy = True
+            self._events.at(self._events.now_ns, self._start_append, de)
+
+    def _start_append(self, de: int) -> None:
+        """Compute appends in one step of a DE: its other requests get their tokens after it."""
+        unit, now_ns = self._appends[de], self._events.now_ns
+        formed = unit.form_pass()
+        unit.busy = formed is not None
+        if formed is None:
+            return
+        for chunk in formed.chunks:
+            if chunk.cached == chunk.work.hit_tokens:
+                self._record.prefill_ns[chunk.work.round] = now_ns
+        compute_ns = to_ns(formed.compute_s)
+        self._decode_units[self._decode_unit_of[de]].stall(compute_ns)
+        self._events.at(now_ns + compute_ns, self._appended, de, formed)
+
+    def _appended(self, de: int, formed: Pass) -> None:
+        for chunk in formed.chunks:
+            work = chunk.work
+            work.done_tokens += chunk.bsz
+            if work.done_tokens == work.prompt_tokens:
+                self._appends[de].queues[0].popleft()
+                self._append_computed(work.round)
+        # The next appends are computed beside the next step.
+        step_ns = self._decode_units[self._decode_unit_of[de]].running_step_ns
+        self._events.at(self._events.now_ns + step_ns, self._start_append, de)
+
+    def _append_computed(self, r: int) -> None:
+        flight, agent = self._flights[r], self._agent_of[r]
+        self._record.first_token_ns[r] = self._events.now_ns
+        self._driver.prefill_done(r, flight.assignment)
+        first = self._hit[r] // self._block_tokens
+        new_blocks = new_full_blocks(self._hit[r], self._prompt[r], self._block_tokens)
+        self._persist(r, PERSIST_GENERATED_PATH, flight.de, new_blocks)
+        self._machine.buffer(flight.de).cache(agent, first, first + new_blocks)
+        if self._generated[r] > 1:
+            self._decode(r, flight)
+            return
+        record = self._record
+        record.decoding_ns[r] = record.second_token_ns[r] = record.first_token_ns[r]
         self._finished(r)
 
     # 8. Decode.

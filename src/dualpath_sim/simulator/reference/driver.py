@@ -30,7 +30,7 @@ from dualpath_sim.simulator.rules import first_group, next_multiple_ns, to_ns
 from dualpath_sim.simulator.settings import Setup
 
 
-class _Account:
+class SimulatedLoad:
     """The true load of one engine; ``dirty`` until it has been reported."""
 
     def __init__(self, engine: int, hbm_tokens: int) -> None:
@@ -38,23 +38,33 @@ class _Account:
         self.requests = 0
         self.tokens = 0
         self.free_hbm_tokens = hbm_tokens
+        self.unallocated_hbm_tokens = 0
         self.read_tokens = 0
         self.dirty = False
 
     def assigned(self, tokens: int, hbm_tokens: int, read_tokens: int) -> None:
+        """Count a request, for which the engine allocates so much HBM later."""
         self.requests += 1
         self.tokens += tokens
-        self.free_hbm_tokens -= hbm_tokens
+        self.unallocated_hbm_tokens += hbm_tokens
         self.read_tokens += read_tokens
         self.dirty = True
 
+    def allocated(self, hbm_tokens: int) -> None:
+        """Allocate HBM for a request."""
+        # Nothing to report: the ledger subtracts one from the other.
+        self.free_hbm_tokens -= hbm_tokens
+        self.unallocated_hbm_tokens -= hbm_tokens
+
     def over(self, tokens: int, hbm_tokens: int) -> None:
+        """Remove a request and free its HBM."""
         self.requests -= 1
         self.tokens -= tokens
         self.free_hbm_tokens += hbm_tokens
         self.dirty = True
 
     def report(self) -> EngineReport:
+        """Return the load for the scheduler."""
         self.dirty = False
         return EngineReport(
             self._engine_id,
@@ -64,6 +74,7 @@ class _Account:
                 read_queue_tokens=self.read_tokens,
                 free_hbm_tokens=self.free_hbm_tokens,
                 free_buffer_tokens=0,
+                unallocated_hbm_tokens=self.unallocated_hbm_tokens,
             ),
         )
 
@@ -75,7 +86,7 @@ class RoundWatch(Protocol):
         """All hits of a round are in DRAM."""
 
     def prefilled(self, round_index: int, assignment: Assignment) -> None:
-        """The PE has prefilled a round."""
+        """The PE has prefilled a round, or its DE has computed the append."""
 
     def finished(self, round_index: int, assignment: Assignment) -> None:
         """A round is over."""
@@ -86,7 +97,7 @@ class _Group(NamedTuple):
 
     name: str
     role: Role
-    members: list[_Account]
+    members: list[SimulatedLoad]
 
 
 class SchedulerDriver:
@@ -114,10 +125,10 @@ class SchedulerDriver:
         self._waiting: dict[int, Request] = {}
         self.watch: RoundWatch | None = None
         self._specs = engine_specs(setup, limits, layout)
-        self._accounts: list[_Account] = []
+        self._accounts: list[SimulatedLoad] = []
         for spec in self._specs:
             self._scheduler.apply(EngineJoined(spec))
-            self._accounts.append(_Account(len(self._accounts), spec.hbm_tokens))
+            self._accounts.append(SimulatedLoad(len(self._accounts), spec.hbm_tokens))
         self._groups = [
             _Group(group.name, group.role, [self._accounts[e] for e in group.engines])
             for group in layout.groups
@@ -155,7 +166,7 @@ class SchedulerDriver:
         if not (replanned := self._scheduler.apply(grant).assignments):
             return assignment
         (changed,) = replanned
-        for role in Role:
+        for role in changed.sides:
             before, after = assignment.at(role), changed.at(role)
             self._accounts[int(after.engine_id)].tokens += after.tokens - before.tokens
             self.read_more(int(after.engine_id), after.read_tokens - before.read_tokens)
@@ -171,21 +182,26 @@ class SchedulerDriver:
         account.read_tokens -= tokens
         account.dirty = True
 
-    def read_done(self, round_index: int) -> None:
+    def read_done(self, round_index: int, assignment: Assignment) -> None:
         """All reads of a request are over."""
         self._scheduler.apply(ReadsDone(str(round_index)))
-        if self.watch is not None:
+        if self.watch is not None and assignment.prefill_engine is not None:
             self.watch.loaded(round_index)
 
     def prefill_done(self, round_index: int, assignment: Assignment) -> None:
-        """The PE is through with a request."""
+        """The PE is through with a request, or the DE with its append."""
         self._scheduler.apply(PrefillEnded(str(round_index)))
-        self._accounts[int(assignment.prefill_engine)].over(assignment.prefill_tokens, 0)
+        if assignment.prefill_engine is not None:
+            self._accounts[int(assignment.prefill_engine)].over(assignment.prefill_tokens, 0)
         if self.watch is not None:
             self.watch.prefilled(round_index, assignment)
 
+    def hbm_allocated(self, assignment: Assignment) -> None:
+        """The DE has allocated HBM for a request: for its whole length at once."""
+        self._accounts[int(assignment.decode_engine)].allocated(assignment.decode_tokens)
+
     def finished(self, round_index: int, assignment: Assignment) -> None:
-        """A request is over."""
+        """A request is over; the DE has allocated HBM for it."""
         self._scheduler.apply(Finished(str(round_index)))
         tokens = assignment.decode_tokens
         self._accounts[int(assignment.decode_engine)].over(tokens, tokens)
@@ -235,7 +251,7 @@ class SchedulerDriver:
         for engine in engines:
             spec = msgspec.structs.replace(self._specs[engine], role=role, group=name)
             self._scheduler.apply(EngineJoined(spec))
-            self._accounts[engine] = _Account(engine, spec.hbm_tokens)
+            self._accounts[engine] = SimulatedLoad(engine, spec.hbm_tokens)
         self._groups.append(_Group(name, role, [self._accounts[engine] for engine in engines]))
 
     def _expect_fetch(self, not_before_ns: int) -> None:
@@ -266,12 +282,10 @@ class SchedulerDriver:
                 self._scheduler.apply(account.report())
 
     def _take(self, assignment: Assignment) -> None:
-        self._accounts[int(assignment.prefill_engine)].assigned(
-            assignment.prefill_tokens, 0, assignment.prefill_read_tokens
-        )
-        tokens = assignment.decode_tokens
-        self._accounts[int(assignment.decode_engine)].assigned(
-            tokens, tokens, assignment.decode_read_tokens
-        )
+        for side in assignment.sides:
+            charge = assignment.at(side)
+            hbm_tokens = charge.tokens if side is Role.DECODE else 0
+            account = self._accounts[int(charge.engine_id)]
+            account.assigned(charge.tokens, hbm_tokens, charge.read_tokens)
         del self._waiting[int(assignment.request_id)]
         self._assigned(int(assignment.request_id), assignment)

@@ -18,6 +18,8 @@ from dualpath_sim.simulator.result import (
 )
 from dualpath_sim.simulator.settings import Setup
 
+#: The PE of a round in which the DE computes the append.
+NO_ENGINE = -1
 DecisionRow = tuple[int, int, int, int, int, int, int, int, int, int]
 
 
@@ -51,7 +53,7 @@ class Record:
         self._decisions.append(
             (
                 r,
-                int(assignment.prefill_engine),
+                NO_ENGINE if assignment.prefill_engine is None else int(assignment.prefill_engine),
                 int(assignment.decode_engine),
                 assignment.prefill_read_tokens,
                 assignment.decode_read_tokens,

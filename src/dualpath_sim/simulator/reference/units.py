@@ -140,6 +140,8 @@ class DecodeUnit:
     ``_tokens`` is the virtual time: how many tokens a request would have got that was there from
     the beginning.  A request that joins waits for the end of the current step.  The step time
     follows from the unit's requests and their contexts and is constant between joins and leaves.
+    While the unit computes an append (``stall``) the virtual time stands still: it continues at
+    ``_since_ns``, which is in the future until then.
     """
 
     def __init__(
@@ -168,7 +170,18 @@ class DecodeUnit:
         heapq.heappush(self._ends, (end, self._joined, round_index, context))
         self._joined += 1
         self._expect_next()
-        return self._events.now_ns + steps_ns(first + 1 - self._tokens, self._step_ns)
+        return self._since_ns + steps_ns(first + 1 - self._tokens, self._step_ns)
+
+    def stall(self, duration_ns: int) -> None:
+        """Compute something else for so long; all requests wait for it."""
+        self._advance()
+        self._since_ns += duration_ns
+        self._expect_next()
+
+    @property
+    def running_step_ns(self) -> int:
+        """The duration of a step, 0 without requests."""
+        return self._step_ns if self._ends else 0
 
     def leave(self, engines: int) -> None:
         """Remove so many idle engines; the steps of the others take longer."""
@@ -179,6 +192,8 @@ class DecodeUnit:
 
     def _advance(self) -> None:
         now_ns = self._events.now_ns
+        if now_ns < self._since_ns:
+            return
         if self._ends:
             self._tokens += (now_ns - self._since_ns) / self._step_ns
         self._since_ns = now_ns
@@ -202,7 +217,7 @@ class DecodeUnit:
         )
         if self._ends:
             wait_ns = steps_ns(self._ends[0][0] - self._tokens, self._step_ns)
-            self._events.at(self._events.now_ns + wait_ns, self._end_next, self._version)
+            self._events.at(self._since_ns + wait_ns, self._end_next, self._version)
 
     def _end_next(self, version: int) -> None:
         if version != self._version:

@@ -227,7 +227,7 @@ function assignmentTable(assignments) {
       note.request_id,
       asTokens(note.prompt_tokens),
       asShare(ratio(note.hit_tokens, note.prompt_tokens)),
-      note.prefill_engine, note.pe_reason,
+      note.prefill_engine || NOTHING, note.pe_reason,
       note.decode_engine, note.de_reason,
       asTokens(side(note, "prefill")), asTokens(side(note, "decode")), note.read_reason,
     ]),

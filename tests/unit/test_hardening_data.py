@@ -1,0 +1,72 @@
+"""Results of seeds and of fuzzing are added to the data of the page Hardening."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOTALS = {"faults": 3, "requests": 20, "answered": 19, "virtual_s": 3600.0, "events": 100}
+
+
+class Pages:
+    """``docs/draw_lab.py`` with its data in another folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._script = runpy.run_path(str(ROOT / "docs" / "draw_lab.py"))
+        self._script["merge"].__globals__["HARDENING"] = folder
+
+    def merge(self, name: str, **result: Any) -> None:
+        path = self.folder / name
+        path.write_text(json.dumps(result))
+        self._script["merge"]([str(path)])
+
+    def rows(self, kind: str) -> list[tuple[str, ...]]:
+        return [*self._script["DRAWN"][kind]().rows]
+
+
+def test_ranges_of_seeds_that_follow_each_other_are_summed(tmp_path: Path) -> None:
+    pages = Pages(tmp_path)
+    pages.merge("b.json", first=2000, seeds=1000, failing=[2500], **TOTALS)
+    pages.merge("0.json", seeds=2000, failing=[], **TOTALS)
+    pages.merge("c.json", first=9000, seeds=10, failing=[], **TOTALS)
+    assert pages.rows("seeds") == [
+        ("0 to 2,999", "3,000", "6", "40", "38", "200", "2.0", "2500"),
+        ("9,000 to 9,009", "10", "3", "20", "19", "100", "1.0", "none"),
+    ]
+
+
+def test_a_range_that_is_run_again_replaces_the_stored_one(tmp_path: Path) -> None:
+    pages = Pages(tmp_path)
+    pages.merge("one.json", first=0, seeds=2000, failing=[7], **TOTALS)
+    pages.merge("two.json", first=0, seeds=1000, failing=[], **TOTALS)
+    assert [(row[1], row[-1]) for row in pages.rows("seeds")] == [("1,000", "none")]
+
+
+def test_ranges_that_overlap_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    pages = Pages(tmp_path)
+    pages.merge("one.json", first=0, seeds=2000, failing=[], **TOTALS)
+    with pytest.raises(SystemExit, match="seeds from 0 and from 1500 overlap"):
+        pages.merge("two.json", first=1500, seeds=100, failing=[], **TOTALS)
+    assert [row[0] for row in pages.rows("seeds")] == ["0 to 1,999"]
+
+
+def test_results_of_fuzzing_and_of_memory_have_their_own_tables(tmp_path: Path) -> None:
+    pages = Pages(tmp_path)
+    sizes = {"warm_bytes": 0, "end_bytes": 1 << 20}
+    counts = {"seed": 5, "count": 4000, "outcomes": {"refused": 3999, "taken": 1}}
+    pages.merge("f.json", subject="traces", findings=[], findings_total=0, **counts, **sizes)
+    samples = [{"requests": 0, "router": 1024}, {"requests": 9, "router": 2048}]
+    pages.merge("m.json", requests=9, growth_percent={"router": 0.5}, resident_kib=samples)
+    assert pages.rows("fuzz") == [
+        ("traces", "5", "4,000", "3,999 refused, 1 taken", "0", "+1.0"),
+    ]
+    assert pages.rows("memory") == [
+        ("0", "1.0"),
+        ("9", "2.0"),
+        ("growth, third quarter to last", "+0.50 %"),
+    ]
+    assert not (tmp_path / "seeds.json").exists()
