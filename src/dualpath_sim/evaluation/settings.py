@@ -178,12 +178,15 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters in place of the catalog's.
 
     ``table3_length`` is the dataset of the offline rows of Table 3 and Fig. 15.
-    ``prefill_efficiency`` is by name of the model, ``cluster`` fields of ``ClusterSettings`` of
-    every cluster.  ``fitted`` describes for the reader what was fitted to which numbers.
+    ``prefill_efficiency`` is by name of the model, ``prefill`` and ``decode`` are rates of the GPU,
+    ``cluster`` fields of ``ClusterSettings`` of every cluster.  ``fitted`` describes for the reader
+    what was fitted to which numbers.
     """
 
     table3_length: Reading
     prefill_efficiency: tuple[tuple[str, float], ...] = ()
+    prefill: tuple[tuple[str, float], ...] = ()
+    decode: tuple[tuple[str, float], ...] = ()
     cluster: tuple[tuple[str, Any], ...] = ()
     fitted: str
 
