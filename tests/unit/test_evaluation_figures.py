@@ -16,7 +16,7 @@ from dualpath.core.modes import Mode
 from dualpath.report import markdown
 from dualpath.report.model import Table
 from dualpath_sim.cli.eval import FIGURE_NAMES
-from dualpath_sim.evaluation import beyond, dram_tier
+from dualpath_sim.evaluation import beyond, dram_tier, three_rates
 from dualpath_sim.evaluation.document import document, write_document
 from dualpath_sim.evaluation.experiment import (
     FigureExperiment,
@@ -46,6 +46,7 @@ from dualpath_sim.evaluation.settings import (
     AT_48K,
     DS_27B,
     DS_660B,
+    THREE_RATES,
     Calibration,
     EvaluationSettings,
     RunSpec,
@@ -174,13 +175,16 @@ def published(name: str) -> tuple[FigureExperiment, RawData[EvaluationSettings, 
     def inputs(settings: EvaluationSettings, calibration: Calibration) -> Inputs:
         return CatalogInputs(settings.tail, calibration=calibration)
 
-    experiment = figure_experiment(name, FIGURES[name], inputs, no_simulator, {})  # type: ignore[arg-type]
+    build, calibration = FIGURES.get(name), AS_WRITTEN
+    if build is None:
+        build, calibration = three_rates.build, THREE_RATES
+    experiment = figure_experiment(name, build, inputs, no_simulator, {}, calibration)  # type: ignore[arg-type]
     raw = experiment.recorded(read(PAPER / f"{name}.json").data)
     assert raw is not None
     return experiment, raw
 
 
-@pytest.mark.parametrize("name", FIGURE_NAMES)
+@pytest.mark.parametrize("name", [*FIGURE_NAMES, "three-rates"])
 def test_make_reproduce_has_recorded_runs_to_compare_with(name: str) -> None:
     experiment, raw = published(name)
     assert raw.settings == EvaluationSettings()
@@ -192,16 +196,73 @@ def test_make_reproduce_has_recorded_runs_to_compare_with(name: str) -> None:
 
 
 def test_the_page_over_all_figures_is_what_the_recorded_runs_say() -> None:
-    figures = [figure_of(*published(name)) for name in FIGURES]
+    figures = [figure_of(*published(name)) for name in (*FIGURES, "three-rates")]
     page = markdown.page(document(figures, lab_numbers(LAB)), "images/evaluation/")
     assert page == (PAPER.parents[1] / "evaluation.md").read_text(encoding="utf-8"), (
-        "run dualpath eval all --redraw docs/evaluation/paper --docs docs/evaluation.md "
-        "--lab docs/evaluation/lab"
+        "run dualpath eval all three-rates --redraw docs/evaluation/paper "
+        "--docs docs/evaluation.md --lab docs/evaluation/lab"
     )
     first = page.splitlines()[2]
     assert first.startswith(
         "**Of the 32 quoted numbers 9 are fitted, the 1.87x and the ablation's steps among them.**"
     )
+
+
+def test_three_fitted_rates_give_all_quoted_numbers() -> None:
+    experiment = figure_experiment(
+        *("three-rates", three_rates.build, lambda *_: FakeInputs(), FakeSimulator(), {}),
+        THREE_RATES,
+    )
+    raw = stored(experiment, measure(experiment, QUICK))
+    assert all(cell.endswith(" (three rates)") for cell in raw.cells)
+    (table,) = figure_of(experiment, raw).tables
+    assert len(table.rows) == len(QUOTED)
+    assert sum(row[-1] == "fitted" for row in table.rows) == len(three_rates.FITTED_TO) == 4
+    assert set(QUOTED) >= three_rates.FITTED_TO
+
+
+def test_the_page_has_every_number_with_both_calibrations(reports: list[FigureReport]) -> None:
+    ours = figure_experiment(
+        *("three-rates", three_rates.build, lambda *_: FakeInputs(), FakeSimulator(), {}),
+        THREE_RATES,
+    )
+    report = figure_of(ours, stored(ours, measure(ours, QUICK)))
+    page = document([*reports, report])
+    tables = {block.title: block for block in page.blocks if isinstance(block, Table)}
+    both = tables["All quoted numbers, 9 fitted and 4 fitted"]
+    assert len(both.rows) == len(QUOTED)
+    # The fake has no rates, so that both calibrations give the same.
+    assert all(row[2:4] == row[5:7] for row in both.rows)
+    counts = {row[:2]: row[2] for row in tables["How many are close"].rows}
+    assert counts == {
+        ("all", "as written"): "31",
+        ("all", "three rates"): "31",
+        ("fitted", "as written"): "9",
+        ("fitted", "three rates"): "4",
+        ("predicted", "as written"): "22",
+        ("predicted", "three rates"): "27",
+        ("predicted by both, offline", "as written"): "14",
+        ("predicted by both, offline", "three rates"): "14",
+        ("predicted by both, online", "as written"): "8",
+        ("predicted by both, online", "three rates"): "8",
+    }
+    assert report.title not in [part.title for part in page.parts]
+    assert "All quoted numbers, 9 fitted and 4 fitted" not in markdown.page(document(reports))
+
+
+def test_three_rates_leave_out_what_else_was_fitted() -> None:
+    small = RunSpec(system=DS_27B, mode=Mode.DUALPATH)
+    ours, theirs = (
+        CatalogInputs(calibration=calibration).setup(small)
+        for calibration in (THREE_RATES, AS_WRITTEN)
+    )
+    assert (ours.cluster.cnic_bytes_per_s, ours.cluster.batch_cap_tokens) == (30.7e9, 2048)
+    assert ours.cluster.snic_bytes_per_s == theirs.cluster.snic_bytes_per_s == 50e9
+    assert ours.cluster.decode_admission_s == 0 < theirs.cluster.decode_admission_s
+    # DS 27B has no efficiency of its own: 0.865 of the rates for 0.36.
+    pair_s = ours.model.prefill.pair_s, theirs.model.prefill.pair_s
+    assert pair_s[0] / pair_s[1] == pytest.approx(0.36 / 0.865)
+    assert ours.model.decode.pair_s > theirs.model.decode.pair_s
 
 
 def test_an_interrupted_figure_makes_only_the_runs_that_it_lacks() -> None:

@@ -39,7 +39,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="reproduce the paper's evaluation in the simulator",
         description="Simulate figures of the paper's evaluation and write Markdown, JSON, PNG and "
         "HTML for each, with setting, seed, and the numbers that the paper's text quotes. "
-        "`candidates` asks what the model lacks; `beyond` and `dram-tier` are experiments beyond "
+        "`three-rates` has all numbers with three fitted rates of the hardware, `candidates` asks "
+        "what the model lacks; `beyond` and `dram-tier` are experiments beyond "
         "the paper. For several figures, give `--check` and `--redraw` the folder with a JSON of "
         "each.",
         allow_abbrev=False,
@@ -47,9 +48,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "figures",
         nargs="+",
-        choices=[*FIGURE_NAMES, "all", "candidates", "beyond", "dram-tier"],
+        choices=[*FIGURE_NAMES, "all", "three-rates", "candidates", "beyond", "dram-tier"],
         metavar="FIGURE",
-        help=f"{', '.join(FIGURE_NAMES)}, all (of these), candidates, beyond, or dram-tier",
+        help=f"{', '.join(FIGURE_NAMES)}, all (of these), three-rates, candidates, beyond, or "
+        "dram-tier",
     )
     add_harness_flags(parser, "", cells=False)
     parser.add_argument(
@@ -147,10 +149,11 @@ def _experiments(
     names: Sequence[str], traces: Mapping[str, Path], core: "Core", on_broken: "OnBroken | None"
 ) -> "dict[str, FigureExperiment]":
     """Return the chosen experiments, each once, in the order of the paper."""
-    from dualpath_sim.evaluation import beyond, dram_tier
+    from dualpath_sim.evaluation import beyond, dram_tier, three_rates
     from dualpath_sim.evaluation.experiment import figure_experiment
     from dualpath_sim.evaluation.figures import FIGURES, candidates
     from dualpath_sim.evaluation.inputs import CatalogInputs
+    from dualpath_sim.evaluation.settings import AS_WRITTEN, THREE_RATES
     from dualpath_sim.simulator.run import simulate
 
     def inputs(settings: EvaluationSettings, calibration: "Calibration") -> "Inputs":
@@ -168,7 +171,13 @@ def _experiments(
         builds["beyond"] = partial(beyond.build, traces=traces)
     if "dram-tier" in names:
         builds["dram-tier"] = dram_tier.build
+    if "three-rates" in names:
+        builds["three-rates"] = three_rates.build
+    calibrations = {"three-rates": THREE_RATES}
     return {
-        name: figure_experiment(name, build, inputs, partial(simulate, core=core), made)
+        name: figure_experiment(
+            *(name, build, inputs, partial(simulate, core=core), made),
+            calibrations.get(name, AS_WRITTEN),
+        )
         for name, build in builds.items()
     }

@@ -1,6 +1,6 @@
 """``docs/evaluation.md``: the error table over all quoted numbers, then figure by figure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from dualpath.report import markdown
@@ -9,14 +9,25 @@ from dualpath.report.model import Block, Report, Table, Text, cell
 from dualpath_sim.evaluation.figures import FIGURES
 from dualpath_sim.evaluation.lab import three_columns
 from dualpath_sim.evaluation.report import (
+    FITTED,
+    QUOTED,
     Compared,
     FigureReport,
     comparison_table,
+    figure_name,
     missed,
+    paper_quantity,
+    quantity,
     statement_table,
     workload_line,
 )
-from dualpath_sim.evaluation.settings import AS_WRITTEN, AT_48K, EvaluationSettings
+from dualpath_sim.evaluation.settings import (
+    AS_WRITTEN,
+    AT_48K,
+    THREE_RATES,
+    EvaluationSettings,
+)
+from dualpath_sim.evaluation.three_rates import FITTED_TO
 
 _HEAD = """\
 **{count}**
@@ -37,7 +48,7 @@ by more than half). Tables with every rate of Fig. 10 and 11 are on the pages of
 
 Table 3 does not say at which length 2K agents take 3,167 s. So there are two sets of parameters:
 the figures below are made with the first, and every number has columns for the second.
-
+{three_rates}
 **As written** (3,167 s at 64K, the length of §7.5). Fitted, and to what:
 
 {as_written}
@@ -66,6 +77,11 @@ figures.
 """
 
 
+_THREE_RATES = """\
+[Three fitted rates](#three-fitted-rates) are a third set, which shows what the model predicts when
+it is fitted to {count} numbers only.
+"""
+
 _LAB = """\
 The lab's numbers are measured with real bytes, emulated engines, other sizes and storage that binds
 or suffices by choice ([Measured](measured.md)). They show whether the system does what the paper
@@ -84,6 +100,7 @@ def document(figures: Sequence[FigureReport], lab: Mapping[str, float] = {}) -> 
         comparison_table(compared, "All quoted numbers", quick=quick, at_48k=second),
         _summary({"as written": compared, "at 48K": second} if second else {"": compared}),
     ]
+    blocks += [block for figure in figures for block in _three_rates(figure, compared)]
     if lab:
         measured = [one for one in compared if one.key in lab]
         blocks.append(three_columns(measured, lab, "The paper, the simulator and the lab"))
@@ -97,7 +114,9 @@ def document(figures: Sequence[FigureReport], lab: Mapping[str, float] = {}) -> 
         name="evaluation",
         title="The paper's evaluation, simulated",
         blocks=tuple(blocks),
-        parts=tuple(figure.report(alone=False) for figure in figures),
+        parts=tuple(
+            figure.report(alone=False) for figure in figures if not figure.with_three_rates
+        ),
     )
 
 
@@ -109,6 +128,9 @@ def _head(figures: Sequence[FigureReport], lab: Mapping[str, float]) -> str:
         as_written=AS_WRITTEN.fitted,
         at_48k=AT_48K.fitted,
         explained=_EXPLAINED,
+        three_rates=_THREE_RATES.format(count=len(FITTED_TO))
+        if any(figure.with_three_rates for figure in figures)
+        else "",
     )
 
 
@@ -143,6 +165,9 @@ def _command(figures: Sequence[FigureReport], lab: Mapping[str, float]) -> str:
     return " ".join(word for word in words if word)
 
 
+_LIMITS = ("within 5 %", "within 10 %", "within 15 %", "within 20 %")
+
+
 def _summary(readings: Mapping[str, Sequence[Compared]]) -> Table:
     """Count the numbers with errors of up to 5, 10, 15 and 20 %, for each set of parameters."""
     rows = []
@@ -155,14 +180,83 @@ def _summary(readings: Mapping[str, Sequence[Compared]]) -> Table:
                     names = (reading, "offline" if offline else "online")
                     kind = "fitted" if fitted else "predicted"
                     rows.append((", ".join(filter(None, (*names, kind))), *_counts(equal)))
-    limits = ("within 5 %", "within 10 %", "within 15 %", "within 20 %")
-    return Table("Summary", ("numbers", "quoted", *limits, "largest error"), tuple(rows))
+    return Table("Summary", ("numbers", "quoted", *_LIMITS, "largest error"), tuple(rows))
 
 
 def _counts(equal: Sequence[Compared]) -> tuple[str, ...]:
     errors = [abs(c.relative_error) for c in equal if c.relative_error is not None]
     within = [f"{sum(e <= limit for e in errors)}" for limit in (0.05, 0.1, 0.15, 0.2)]
     return str(len(equal)), *within, cell(max(errors, default=None), "{:.1%}")
+
+
+def _three_rates(figure: FigureReport, published: Sequence[Compared]) -> list[Block]:
+    """Return what the page has of the calibration with three rates: nothing for other figures.
+
+    ``published`` are the same numbers with the first set of parameters.
+    """
+    ours = figure.with_three_rates
+    if not ours:
+        return []
+    return [
+        Text(THREE_RATES.fitted, figure.title),
+        _two_calibrations(published, ours),
+        _both_counted(published, ours),
+        Text(figure.discussion, "What three rates get wrong"),
+    ]
+
+
+def _two_calibrations(published: Sequence[Compared], ours: Sequence[Compared]) -> Table:
+    """Return the paper's numbers beside those of both calibrations."""
+    theirs = {one.key: one for one in published}
+    rows = []
+    for our in ours:
+        their = theirs.get(our.key, Compared(our.key, None))
+        rows.append(
+            (
+                f"{figure_name(our.quoted.figure)}: {our.quoted.what}",
+                paper_quantity(our.quoted),
+                *_number(their, their.fitted),
+                *_number(our, our.key in FITTED_TO),
+            )
+        )
+    columns = ("number", "paper", *("as written", "error", "origin"), "three rates")
+    title = f"All quoted numbers, {len(FITTED)} fitted and {len(FITTED_TO)} fitted"
+    return Table(title, (*columns, "error", "origin"), tuple(rows))
+
+
+def _number(one: Compared, fitted: bool) -> tuple[str, ...]:
+    return (
+        quantity(one.model, one.quoted.unit),
+        cell(one.relative_error, "{:+.1%}"),
+        "fitted" if fitted else "predicted",
+    )
+
+
+def _both_counted(published: Sequence[Compared], ours: Sequence[Compared]) -> Table:
+    """Count close numbers of both calibrations; the bound of the scheduler's cores is left out."""
+    either = FITTED | FITTED_TO
+    groups: tuple[tuple[str, Collection[str], Collection[str]], ...] = (
+        ("all", QUOTED, QUOTED),
+        ("fitted", FITTED, FITTED_TO),
+        ("predicted", QUOTED.keys() - FITTED, QUOTED.keys() - FITTED_TO),
+        *(
+            (f"predicted by both, {where}", keys, keys)
+            for where, keys in (
+                ("offline", {k for k in QUOTED.keys() - either if QUOTED[k].offline}),
+                ("online", {k for k in QUOTED.keys() - either if not QUOTED[k].offline}),
+            )
+        ),
+    )
+    rows = []
+    for words, their_keys, our_keys in groups:
+        for calibration, compared, keys in (
+            ("as written", published, their_keys),
+            ("three rates", ours, our_keys),
+        ):
+            equal = [c for c in compared if c.key in keys and c.quoted.relation != "at most"]
+            rows.append((words, calibration, *_counts(equal)))
+    columns = ("numbers", "calibration", "quoted", *_LIMITS, "largest error")
+    return Table("How many are close", columns, tuple(rows))
 
 
 #: Folder of the plots of the page over all figures, relative to the page.

@@ -21,7 +21,6 @@ from dualpath.workload.formats import read_trace
 from dualpath.workload.formats.lines import OnBroken
 from dualpath_sim.catalog.costs import (
     DEFAULT_GPU,
-    load_model_costs,
     model_costs,
     prompt_tokens_per_s,
 )
@@ -58,11 +57,16 @@ class CatalogInputs:
         return Setup(cluster=cluster, model=_changed(costs, cluster, spec), mode=spec.mode)
 
     def _costs(self, model: str, cluster: ClusterSettings) -> ModelCosts:
-        efficiency = dict(self._calibration.prefill_efficiency).get(model)
-        if efficiency is None:
-            return load_model_costs(model, DEFAULT_GPU, cluster)
-        changed = msgspec.structs.replace(load_model(model), prefill_efficiency=efficiency)
-        return model_costs(changed, load_gpu(DEFAULT_GPU), cluster)
+        changed, geometry, gpu = self._calibration, load_model(model), load_gpu(DEFAULT_GPU)
+        replace = msgspec.structs.replace
+        efficiency = dict(changed.prefill_efficiency).get(model, geometry.prefill_efficiency)
+        prefill = replace(gpu.prefill, **dict(changed.prefill))
+        decode = replace(gpu.decode, **dict(changed.decode))
+        return model_costs(
+            replace(geometry, prefill_efficiency=efficiency),
+            replace(gpu, prefill=prefill, decode=decode),
+            cluster,
+        )
 
     def agents(self, spec: RunSpec, seed: int) -> AgentTable:
         """Return the run's agents; a trace is cut at the model's context limit."""

@@ -176,6 +176,8 @@ class FigureReport(Page, frozen=True, kw_only=True):
     """One figure or table of the paper as a page.
 
     ``compared_at_48k`` are the same numbers under the second calibration, empty if not made.
+    ``with_three_rates`` are all quoted numbers under the calibration of that name, which only its
+    own report has.
     """
 
     html: ClassVar[bool] = True
@@ -184,6 +186,7 @@ class FigureReport(Page, frozen=True, kw_only=True):
     """Tables that only the figure's own page has."""
     compared: tuple[Compared, ...] = ()
     compared_at_48k: tuple[Compared, ...] = ()
+    with_three_rates: tuple[Compared, ...] = ()
     statements: tuple[Statement, ...] = ()
 
     def report(self, *, alone: bool = True) -> Report:
