@@ -31,7 +31,7 @@ class Pages:
 def test_ranges_of_seeds_that_follow_each_other_are_summed(tmp_path: Path) -> None:
     pages = Pages(tmp_path)
     pages.merge("b.json", first=2000, seeds=1000, failing=[2500], **TOTALS)
-    pages.merge("0.json", seeds=2000, failing=[], **TOTALS)
+    pages.merge("a.json", first=0, seeds=2000, failing=[], **TOTALS)
     pages.merge("c.json", first=9000, seeds=10, failing=[], **TOTALS)
     assert pages.rows("seeds") == [
         ("0 to 2,999", "3,000", "6", "40", "38", "200", "2.0", "2500"),
@@ -54,19 +54,19 @@ def test_ranges_that_overlap_are_refused_and_change_nothing(tmp_path: Path) -> N
     assert [row[0] for row in pages.rows("seeds")] == ["0 to 1,999"]
 
 
-def test_results_of_fuzzing_and_of_memory_have_their_own_tables(tmp_path: Path) -> None:
+def test_a_result_of_another_command_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    pages = Pages(tmp_path)
+    with pytest.raises(SystemExit, match="memory.json has neither `first` nor `subject`"):
+        pages.merge("memory.json", requests=9)
+    assert not (tmp_path / "seeds.json").exists()
+
+
+def test_results_of_fuzzing_have_their_own_table(tmp_path: Path) -> None:
     pages = Pages(tmp_path)
     sizes = {"warm_bytes": 0, "end_bytes": 1 << 20}
     counts = {"seed": 5, "count": 4000, "outcomes": {"refused": 3999, "taken": 1}}
     pages.merge("f.json", subject="traces", findings=[], findings_total=0, **counts, **sizes)
-    samples = [{"requests": 0, "router": 1024}, {"requests": 9, "router": 2048}]
-    pages.merge("m.json", requests=9, growth_percent={"router": 0.5}, resident_kib=samples)
     assert pages.rows("fuzz") == [
         ("traces", "5", "4,000", "3,999 refused, 1 taken", "0", "+1.0"),
-    ]
-    assert pages.rows("memory") == [
-        ("0", "1.0"),
-        ("9", "2.0"),
-        ("growth, third quarter to last", "+0.50 %"),
     ]
     assert not (tmp_path / "seeds.json").exists()
