@@ -56,7 +56,7 @@ def test_ranges_that_overlap_are_refused_and_change_nothing(tmp_path: Path) -> N
 
 def test_a_result_of_another_command_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     pages = Pages(tmp_path)
-    with pytest.raises(SystemExit, match="memory.json has neither `first` nor `subject`"):
+    with pytest.raises(SystemExit, match=r"memory\.json has neither `first` nor `subject`"):
         pages.merge("memory.json", requests=9)
     assert not (tmp_path / "seeds.json").exists()
 
