@@ -231,7 +231,7 @@ class ControlConnections:
                 self._remove(file)
 
     def _remove(self, file: int) -> None:
-        """A file is no connection any more."""
+        """Remove a file that is closed, or is not a connection any more."""
         self._taken.pop(file, None)
         self._held.pop(file, None)
 
@@ -240,7 +240,7 @@ class ControlConnections:
         self._close_over_limit(self.held())
 
     def check_some(self) -> None:
-        """Do what ``check`` does, after a look at the connections whose turn it is."""
+        """Check some connections, in turn; check all if these or this process hold too much."""
         memory_bytes = resident_bytes()
         if memory_bytes - self._memory_bytes > MOST_HELD_BYTES:
             self._memory_bytes = memory_bytes
@@ -257,7 +257,7 @@ class ControlConnections:
             self.check()
 
     def _close_over_limit(self, held: Mapping[int, int]) -> None:
-        """Close connections that hold too much."""
+        """Close the connections with the most bytes until all limits hold."""
         total = sum(held.values())
         for file, held_bytes in sorted(held.items(), key=lambda one: -one[1]):
             if held_bytes <= MOST_HELD_BYTES and total <= MOST_HELD_BY_ALL_BYTES:
@@ -351,7 +351,7 @@ def most_connections() -> int:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process, 0 where /proc does not show it."""
+    """Return the resident memory of this process, 0 where /proc does not show it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()

@@ -330,7 +330,7 @@ class _Index(Generic[K]):
         self._key_of: dict[str, K] = {}
 
     def put(self, engine: EngineState, key: K | None) -> None:
-        """Enter an engine under a key, under none if that is None."""
+        """Enter an engine under a key in place of its former one; None removes it."""
         engine_id = engine.info.engine_id
         former = self._key_of.get(engine_id)
         if former is not None and former != key:
@@ -351,8 +351,8 @@ class _Index(Generic[K]):
 class Registry:
     """All engines known; the first one fixes namespace, mode and adapters' weights.
 
-    Whatever a message of one engine needs is found by an index, without a look at the other
-    engines: its session, its group, the live engines of its machine.
+    What a message of one engine needs (its session, its group, the live engines of its machine) is
+    found by an index, without a look at the other engines.
 
     ``exclusive_ids``: an orchestrator ends a process before it starts another one of the same
     ``engine_id``, so that a registration from another machine proves the former process's death.

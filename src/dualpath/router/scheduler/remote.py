@@ -99,7 +99,7 @@ class EnginesView:
         self.adapters.learn_if_listed(update.adapters)
 
     def change(self, change: m.EnginesChanged) -> None:
-        """Take engines that have joined or were lost, unless the scheduler's do not count here."""
+        """Take engines that have joined or were lost, unless none of the scheduler's count."""
         if self.away:
             return
         for engine_id, epoch in change.lost:
