@@ -114,7 +114,8 @@ def allocate_registered(size_bytes: int, alignment: int = PAGE_BYTES) -> Registe
         )
     except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(
-            f"buffer of {size_bytes} bytes cannot be allocated ({error}); make the buffer smaller"
+            f"buffer of {size_bytes} bytes cannot be allocated ({error}); make the buffer "
+            "smaller (buffer_bytes)"
         ) from error
     with contextlib.suppress(OSError):  # a kernel without them
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -146,7 +147,8 @@ def allocate_shared(size_bytes: int) -> RegisteredMemory:
     except (OSError, OverflowError) as error:
         os.close(descriptor)
         raise ConfigError(
-            f"buffer of {size_bytes} bytes cannot be allocated ({error}); make the buffer smaller"
+            f"buffer of {size_bytes} bytes cannot be allocated ({error}); make the buffer "
+            "smaller (buffer_bytes)"
         ) from error
     return _mapped(descriptor, size_bytes)
 
@@ -214,7 +216,8 @@ def _mapped(descriptor: int, size_bytes: int, *, to_children: bool = True) -> Re
     except (OSError, OverflowError, ValueError) as error:
         os.close(descriptor)
         raise ConfigError(
-            f"buffer of {size_bytes} bytes cannot be mapped ({error}); make the buffer smaller"
+            f"buffer of {size_bytes} bytes cannot be mapped ({error}); make the buffer "
+            "smaller (buffer_bytes)"
         ) from error
     with contextlib.suppress(OSError):  # a kernel without them
         mapping.madvise(mmap.MADV_HUGEPAGE)
