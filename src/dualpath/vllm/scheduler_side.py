@@ -22,11 +22,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
-from dualpath.engine.control.transfer_checks import (
-    TransferChecks,
-    is_own_append,
-    with_own_hits,
-)
+from dualpath.engine.control.transfer_checks import TransferChecks, is_own_append, with_own_hits
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.hbm_layout import NO_BLOCK, HbmBlock
 from dualpath.engine.passes.step_transfers import PrefillChunk

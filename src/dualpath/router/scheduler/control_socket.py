@@ -237,7 +237,13 @@ class ControlConnections:
 
     def check(self) -> None:
         """Close connections over the limit, then the largest until all are below theirs."""
-        self._close_over_limit(self.held())
+        held = self.held()
+        total = sum(held.values())
+        for file, held_bytes in sorted(held.items(), key=lambda one: -one[1]):
+            if held_bytes <= MOST_HELD_BYTES and total <= MOST_HELD_BY_ALL_BYTES:
+                return
+            total -= held_bytes
+            self._cut_off(file, f"has sent {held_bytes} bytes that make no message")
 
     def check_some(self) -> None:
         """Check some connections, in turn; check all if these or this process hold too much."""
@@ -255,15 +261,6 @@ class ControlConnections:
         largest = max((self._held.get(file, 0) for file in asked), default=0)
         if largest > MOST_HELD_BYTES or sum(self._held.values()) > MOST_HELD_BY_ALL_BYTES:
             self.check()
-
-    def _close_over_limit(self, held: Mapping[int, int]) -> None:
-        """Close the connections with the most bytes until all limits hold."""
-        total = sum(held.values())
-        for file, held_bytes in sorted(held.items(), key=lambda one: -one[1]):
-            if held_bytes <= MOST_HELD_BYTES and total <= MOST_HELD_BY_ALL_BYTES:
-                return
-            total -= held_bytes
-            self._cut_off(file, f"has sent {held_bytes} bytes that make no message")
 
     async def _check_often(self) -> None:
         while True:
