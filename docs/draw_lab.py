@@ -293,8 +293,7 @@ def fuzzed() -> Table:
 def merge(paths: Sequence[str]) -> None:
     """Add results to the stored ones; a result of the same seeds replaces the stored one.
 
-    A result of seeds without ``first`` has it as the name of its file.  Raises ``SystemExit`` for
-    ranges of seeds that overlap.
+    Raises ``SystemExit`` for a file of another command, and for ranges of seeds that overlap.
     """
     seeds_file = HARDENING / "seeds.json"
     stored = msgspec.json.decode(seeds_file.read_bytes()) if seeds_file.exists() else []
@@ -305,8 +304,12 @@ def merge(paths: Sequence[str]) -> None:
             target = HARDENING / f"fuzz-{result['subject']}.json"
             target.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
             continue
-        first = result["first"] if "first" in result else int(path.stem)
-        parts[first] = {"first": first, **result}
+        if "first" not in result:
+            raise SystemExit(
+                f"{path} has neither `first` nor `subject`; make it with `dualpath chaos simulate "
+                "--json` or `dualpath chaos fuzz --json`"
+            )
+        parts[result["first"]] = result
     if not parts:
         return
     ordered = [parts[first] for first in sorted(parts)]

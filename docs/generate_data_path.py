@@ -50,8 +50,8 @@ ones, the last of them not full. A block has {GEOMETRY.block_tokens} tokens in
   that layer. Derived by `plan/order.py`; a test compares engines' traces with it.
 - *links*: the directions of devices that carry each of its bytes once. In the paper a copy
   within an engine is an RDMA write through its own CNIC (§4.2), which reads and writes the bytes;
-  here that was not seen yet: UCX chooses how such a transfer is made. Engines of one machine that
-  [share memory](../architecture.md#engines-of-one-machine-share-memory) copy instead: the PE's
+  here UCX chooses how such a transfer is made, and no NIC has made one yet. Engines of one machine
+  that [share memory](../architecture.md#engines-of-one-machine-share-memory) copy instead: the PE's
   processor or GPU moves the bytes between the DE's buffer and its own HBM, which no CNIC carries.
 - *bytes*: blocks · layers · bytes of a Layer Block, times the chunks that repeat the step.
 """

@@ -255,10 +255,6 @@ class RankedEngine(ToyEngine):
         """Call something for each rank, all at the same time."""
         return on_every_rank([functools.partial(call, rank) for rank in range(self.cut.ranks)])
 
-    def sent_to(self, agent: str) -> int:
-        """Bytes that all ranks have written to an agent."""
-        return sum(t.posted[agent, Direction.WRITE] for t in self.transports)
-
 
 class RankedCluster(ToyCluster):
     """One PE and one DE with the given numbers of ranks."""

@@ -52,7 +52,9 @@ def test_engines_are_killed_and_stopped_and_all_tokens_are_right(
     found = result(tmp_path)
     assert sum(cell["made"] for cell in found["matrix"]) == 4
     assert found["outcomes"]["well"] > 0
-    assert 0 < len(list(tmp_path.glob("logs/kv-dram/*/???/*.kv"))) <= 200
+    # Engines that write at the same moment exceed the bound by a block each until the next write.
+    engines = 3
+    assert 0 < len(list(tmp_path.glob("logs/kv-dram/*/???/*.kv"))) <= 200 + engines
 
 
 def test_front_ends_are_killed_and_engines_change_their_role_and_all_tokens_are_right(

@@ -160,7 +160,7 @@ def test_planted_bugs_that_need_several_kinds_of_faults_are_found(
 ) -> None:
     kinds = [kind for kind in FAULT_KINDS if kind.name in faults]
     with planted(name):
-        assert any(run_seed(seed, kinds=kinds).problems for seed in range(120))
+        assert any(run_seed(seed, kinds=kinds).problems for seed in range(480))
 
 
 def test_half_of_the_runs_with_several_faults_have_them_in_two_components() -> None:

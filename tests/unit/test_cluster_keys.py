@@ -52,7 +52,7 @@ def test_ucx_stays_on_the_loopback_device_unless_set_otherwise():
     assert devices({}, nixl_engine_config={"NET_DEVICES": "mlx5_0:1"}) is None
 
 
-def test_engines_of_gpus_with_rdma_ports_are_not_kept_on_the_loopback_device():
+def test_engines_of_gpus_with_rdma_ports_are_not_restricted_to_the_loopback_device():
     """The variable would override the port that each engine chooses for its GPU."""
     made = ClusterKeys(settings(), {}, paired_ports=True).engine_environment()
     assert "UCX_NET_DEVICES" not in made

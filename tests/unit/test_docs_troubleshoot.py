@@ -43,7 +43,7 @@ def test_every_error_has_a_line_with_the_status_that_a_client_sees() -> None:
         error = kind("reason", "why") if name == "EngineRefusedError" else kind("why")
         assert status in (NOWHERE, str(status_of(error))), name
     assert {name for name, status in lines.items() if status == NOWHERE} == {
-        "ConfigError", "TraceError", "StorageError", "EngineRefusedError",
+        "ConfigError", "TraceError", "StorageError", "EngineRefusedError", "HitLostError",
     }  # fmt: skip
 
 

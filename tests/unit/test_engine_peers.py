@@ -7,7 +7,7 @@ from tests.engine_harness import GEOMETRY
 from dualpath.core.cluster import AgentAddress, EngineAddress, RegionAddress, Role
 from dualpath.core.errors import TransportError
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION
-from dualpath.engine.control.peers import UNNAMED_S, Peers
+from dualpath.engine.control.peers import UNANNOUNCED_S, Peers
 from dualpath.engine.passes.hbm_layout import PartViews, shared_layers
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
@@ -88,7 +88,7 @@ class CountingTransport(InProcessTransport):
         self.events.append(f"-{agent}")
 
 
-def test_connections_outlast_a_session_until_their_peers_were_not_named_for_a_while() -> None:
+def test_connections_outlast_a_session_until_their_peers_were_not_announced_for_a_while() -> None:
     fabric = InProcessFabric()
     transport = CountingTransport("pe-0-1", fabric)
     peers = Peers(Role.PREFILL, transport, VIEWS)
@@ -99,12 +99,12 @@ def test_connections_outlast_a_session_until_their_peers_were_not_named_for_a_wh
     # A forward pass of the session before may still send to both.
     assert peers.agents_of("de-1", "1") == ("de-1-1",)
     peers.up(address("de-0"))
-    peers.expire(int(UNNAMED_S * 1e9) - 1)
+    peers.expire(int(UNANNOUNCED_S * 1e9) - 1)
     assert transport.events == ["+de-0-1", "+de-1-1"]
-    peers.expire(int(UNNAMED_S * 1e9))
+    peers.expire(int(UNANNOUNCED_S * 1e9))
     assert transport.events == ["+de-0-1", "+de-1-1", "-de-1-1"]
     assert [peer.engine_id for peer in peers.known()] == ["de-0"]
-    peers.expire(int(3 * UNNAMED_S * 1e9))
+    peers.expire(int(3 * UNANNOUNCED_S * 1e9))
     assert len(transport.events) == 3
 
 

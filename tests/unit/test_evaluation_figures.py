@@ -195,7 +195,7 @@ def test_make_reproduce_has_recorded_runs_to_compare_with(name: str) -> None:
     assert agrees(compare(recorded, page))
 
 
-def test_the_page_over_all_figures_is_what_the_recorded_runs_say() -> None:
+def test_the_page_over_all_figures_is_drawn_from_the_recorded_runs() -> None:
     figures = [figure_of(*published(name)) for name in (*FIGURES, "three-rates")]
     page = markdown.page(document(figures, lab_numbers(LAB)), "images/evaluation/")
     assert page == (PAPER.parents[1] / "evaluation.md").read_text(encoding="utf-8"), (
@@ -339,6 +339,16 @@ def test_the_lab_has_a_number_beside_the_papers_where_it_measured_one() -> None:
         [Compared("fig13.dualpath", 1.22), Compared("fig14.dualpath", 1.0)], lab, ""
     )
     assert [row[1:4] for row in rows.rows] == [("1.18x", "1.22x", "1.01x"), ("1.06x", "1.00x", "-")]
+
+
+def test_a_file_of_the_lab_without_a_number_is_refused(tmp_path: Path) -> None:
+    for path in LAB.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    changed = json.loads((LAB / "online.json").read_text())
+    changed["tables"] = []
+    (tmp_path / "online.json").write_text(json.dumps(changed))
+    with pytest.raises(ConfigError, match=r"online\.json has no number in the column 'ratio'"):
+        lab_numbers(tmp_path)
 
 
 def test_files_carry_setting_and_seed_and_the_papers_numbers(

@@ -265,7 +265,7 @@ def test_ucxs_choice_for_device_copies_is_found_in_its_log() -> None:
     ]
 
 
-def test_the_lines_that_describe_an_engine_and_its_first_error_are_kept(tmp_path: Path) -> None:
+def test_the_lines_that_describe_an_engine_and_its_first_error_are_stored(tmp_path: Path) -> None:
     (tmp_path / "pe-0.log").write_text(
         "INFO Using LBHNC KV cache layout\nINFO Using LBHNC KV cache layout\nnoise\n"
         "WARNING this can cause errors like `OSError: Too many open files`\n"

@@ -31,7 +31,7 @@ class Pages:
 def test_ranges_of_seeds_that_follow_each_other_are_summed(tmp_path: Path) -> None:
     pages = Pages(tmp_path)
     pages.merge("b.json", first=2000, seeds=1000, failing=[2500], **TOTALS)
-    pages.merge("0.json", seeds=2000, failing=[], **TOTALS)
+    pages.merge("a.json", first=0, seeds=2000, failing=[], **TOTALS)
     pages.merge("c.json", first=9000, seeds=10, failing=[], **TOTALS)
     assert pages.rows("seeds") == [
         ("0 to 2,999", "3,000", "6", "40", "38", "200", "2.0", "2500"),
@@ -52,6 +52,13 @@ def test_ranges_that_overlap_are_refused_and_change_nothing(tmp_path: Path) -> N
     with pytest.raises(SystemExit, match="seeds from 0 and from 1500 overlap"):
         pages.merge("two.json", first=1500, seeds=100, failing=[], **TOTALS)
     assert [row[0] for row in pages.rows("seeds")] == ["0 to 1,999"]
+
+
+def test_a_result_of_another_command_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    pages = Pages(tmp_path)
+    with pytest.raises(SystemExit, match=r"memory\.json has neither `first` nor `subject`"):
+        pages.merge("memory.json", requests=9)
+    assert not (tmp_path / "seeds.json").exists()
 
 
 def test_results_of_fuzzing_have_their_own_table(tmp_path: Path) -> None:

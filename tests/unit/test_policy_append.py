@@ -146,7 +146,7 @@ def test_the_time_at_the_pe_is_compared_with_what_the_append_costs_at_the_de(
     assert not appends_at_decode(79, 80, before_at_pe, before_at_de, others)
 
 
-def test_a_request_waits_for_no_overloaded_pe_if_its_decode_engine_caches_the_hit() -> None:
+def test_a_request_does_not_wait_for_an_overloaded_pe_if_its_decode_engine_caches_the_hit() -> None:
     scheduler = scheduler_with()
     scheduler.apply(Submitted(Request("long", 6000, 0, 10)))
     scheduler.apply(Fetch("p0"))

@@ -52,7 +52,9 @@ async def test_the_decode_engine_serves_it_alone_with_slots_for_the_hit_only() -
 
 @pytest.mark.parametrize("limit_tokens", [0, 1])
 @pytest.mark.parametrize("append", [1, 3])
-async def test_an_append_above_the_limit_is_a_pes(limit_tokens: int, append: int) -> None:
+async def test_an_append_above_the_limit_is_computed_by_a_prefill_engine(
+    limit_tokens: int, append: int
+) -> None:
     prompt = [*PROMPT[:16], *range(100, 100 + append)]
     async with appending(limit_tokens) as made:
         await made.caches("d0", keys_of(prompt))
@@ -125,7 +127,7 @@ async def test_a_cancelled_append_leaves_nothing_behind() -> None:
         assert made.service.scheduler.idle
 
 
-async def test_requests_for_one_token_are_the_decode_engines_too() -> None:
+async def test_requests_for_one_token_are_served_by_the_decode_engine_as_well() -> None:
     async with appending() as made:
         await made.caches("d0", keys_of(PROMPT))
         (event,) = await made.events(job("a", PROMPT, max_new_tokens=1))

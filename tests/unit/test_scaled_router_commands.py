@@ -107,7 +107,9 @@ def run_front_end(name: str, folder: str) -> None:
     subprocess.run([sys.executable, "-c", _FRONT_END, name], env=environment, check=True)
 
 
-def test_a_front_end_that_is_restarted_counts_on_in_the_files_of_its_name(tmp_path: Path) -> None:
+def test_a_restarted_front_end_continues_the_counters_of_its_name(
+    tmp_path: Path,
+) -> None:
     """Front ends that crash at every start leave no file each."""
     for name in ("front-0", "front-1", "front-1", "front-1"):
         mark_process_dead(metrics_writer(name), str(tmp_path))

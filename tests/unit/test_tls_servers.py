@@ -88,7 +88,9 @@ async def test_limits_of_connections_hold_over_https(files: TlsFiles) -> None:
         assert await answer.text() == "True"
 
 
-async def test_a_client_that_never_ends_its_handshake_delays_nobody(files: TlsFiles) -> None:
+async def test_a_handshake_that_never_ends_delays_no_other_client(
+    files: TlsFiles,
+) -> None:
     tls = serving(files.certificate, files.key)
     async with (
         aiohttp.ClientSession() as http,

@@ -81,7 +81,7 @@ def test_shared_memory_is_the_same_bytes_at_another_address() -> None:
     assert memory.area(4096, 100).file is memory.file
 
 
-def test_shared_memory_is_mapped_by_one_who_expects_its_size_only() -> None:
+def test_shared_memory_is_mapped_only_with_its_size() -> None:
     memory = allocate_shared(8192)
     with pytest.raises(ConfigError, match="has 8192 bytes, expected 4096"):
         map_shared(path_of(memory), 4096)

@@ -26,6 +26,9 @@ class ConnectorFake:
     def register(self, kv_caches):
         self.calls.append("register")
 
+    def take_kv_events(self):
+        return None
+
     def begin_step(self, step):
         self.calls.append("begin step")
 

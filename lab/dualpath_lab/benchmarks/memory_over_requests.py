@@ -44,7 +44,7 @@ _START_S = 120.0
 _SAMPLE_S = 2.0
 _SAMPLES_PER_ROW = 10
 _CALL_S = 60.0
-#: Largest growth of a process whose tables are full; what its allocator holds varies.
+#: Largest growth of a process with full tables; the memory that its allocator holds varies.
 MOST_GROWTH = 0.03
 
 # ---------------------------------------------------------------------------------------- processes
@@ -230,8 +230,8 @@ class Memory(msgspec.Struct, frozen=True):
     def growth(self, name: str) -> float | None:
         """Return by what share a process grew from the third quarter of the requests to the last.
 
-        Medians of both quarters are compared: memory goes up and down between them.  None if one
-        has no sample.
+        Medians of both quarters are compared, since memory goes up and down within them.  Returns
+        None if a quarter has no sample.
         """
         total = max(self.samples[-1][0], 1)
         before, after = (

@@ -168,7 +168,7 @@ class Cluster:
 def log_rows(folder: Path) -> list[dict[str, str]]:
     """Return the lines of the engines' logs that describe them, and their first error.
 
-    vLLM's server may log an error while it stops: its engine core has ended before.
+    Errors that vLLM's server logs while it stops are left out: its engine core has ended by then.
     """
     rows = []
     for path in sorted(folder.glob("*.log")):

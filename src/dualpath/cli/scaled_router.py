@@ -26,9 +26,9 @@ def run_scaled_router(
 ) -> int:
     """Run scheduler and front ends until Ctrl-C, or after SIGTERM until they have drained.
 
-    ``certificate`` and ``key``: PEM files of front ends, which speak HTTPS, as the scheduler does
-    then.  Returns 0.  Raises ``ConfigError`` if an address is in use; no
-    process is left running then.
+    With a ``certificate`` and its ``key``, which are PEM files, front ends and scheduler speak
+    HTTPS.  Returns 0.  Raises ``ConfigError`` if an address is in use; no process is left running
+    then.
     """
     from dualpath.launch.scaled_router import ScaledRouter, client_port
 

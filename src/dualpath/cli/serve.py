@@ -187,7 +187,8 @@ def _report_missing_packages(settings: LocalClusterSettings) -> None:
 def _check_vllm_args(settings: LocalClusterSettings) -> None:
     """Let vLLM's parser read ``--vllm-args``, as the router does; raises ``ConfigError``.
 
-    Engines get the same arguments.  Imports vLLM, so only where there are any.
+    Engines get the same arguments.  vLLM is imported only if there are any, since that takes
+    seconds.
     """
     if not settings.vllm_args or importlib.util.find_spec("vllm") is None:
         return

@@ -167,8 +167,8 @@ class RegionAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory of a process that other processes of the same machine can map.
 
-    ``process`` has it at ``base_address``, and has its memory file open as ``descriptor``; the last
-    page of the file begins with ``nonce``, by which whoever opens it recognises the file.
+    ``process`` has it at ``base_address``, and has its memory file open as ``descriptor``.  The
+    last page of the file begins with ``nonce``, by which other processes recognise the file.
     """
 
     process: HostProcess
@@ -178,7 +178,7 @@ class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nonce: bytes
 
 
-#: Maximum memory files of one agent, of which an engine has one.
+#: Maximum number of memory files of one agent; an engine has one.
 MAX_SHARED_MEMORIES = 16
 
 

@@ -11,7 +11,7 @@
     ├── StorageError           external storage fails; a bad block is not an error, it ends a hit
     ├── TransportError         a transfer failed
     │   ├── PeerLostError          the other engine is gone
-    │   └── HitLostError           an engine has not got the hit behind which it was to compute
+    │   └── HitLostError           a decode engine lacks a part of the hit that it appends to
     ├── BufferTooSmallError    a buffer request that can never be granted
     ├── EngineLostError        an engine died or stopped reporting
     │   └── SchedulerLostError     the scheduler died; the state of its engines is unknown

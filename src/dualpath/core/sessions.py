@@ -35,9 +35,11 @@ from dualpath.core.control import Envelope, Message
 #: Interval of heartbeats of both ends, unless ``Ack`` has another one; each heartbeat acknowledges
 #: received messages.
 HEARTBEAT_S = 0.5
-#: Heartbeats of all engines that a router takes, and sends, in a second: with more engines their
-#: interval grows, up to this part of the time after which a silent end is lost.
+#: A router receives and sends at most so many heartbeats per second: the interval grows with the
+#: number of engines.
 MOST_HEARTBEATS_PER_S = 1000
+#: The least number of heartbeats within the time after which a silent end counts as lost; it limits
+#: the interval.
 HEARTBEATS_PER_TIMEOUT = 4
 #: Resend an unacknowledged message after this time, when a message of the other end arrives.
 RESEND_AFTER_S = 0.5

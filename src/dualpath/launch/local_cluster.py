@@ -25,6 +25,7 @@ from dualpath.core.addresses import http_url, seen_from_here
 from dualpath.core.cluster import Role, UnitShape
 from dualpath.core.errors import ConfigError, DualPathError, EngineLostError
 from dualpath.core.settings import variable
+from dualpath.engine.settings import NET_DEVICES
 from dualpath.launch.commands import VLLM, Commands, DpRank, engine_id
 from dualpath.launch.devices import usable_devices, visible
 from dualpath.launch.executor import (
@@ -66,7 +67,7 @@ from dualpath.vllm.engine_arguments import tls_arguments
 #: UCX's TCP transport listens on every network device it may use; between processes of one
 #: machine the loopback device is enough, unless their GPUs have RDMA ports: an engine then uses
 #: only the port nearest to its GPU.
-LOOPBACK_DEVICES = {"UCX_NET_DEVICES": "lo"}
+LOOPBACK_DEVICES = {f"UCX_{NET_DEVICES}": "lo"}
 
 
 class ClusterKeys:
@@ -93,7 +94,8 @@ class ClusterKeys:
         self._secret = {SECRET_VARIABLE: secret or new_secret()}
         self._engine_key = new_secret()
         self._api_keys = settings.api_keys
-        chosen = "UCX_NET_DEVICES" in environment or "NET_DEVICES" in settings.nixl_engine_config
+        chosen = not LOOPBACK_DEVICES.keys().isdisjoint(environment)
+        chosen = chosen or NET_DEVICES in settings.nixl_engine_config
         loopback = one_machine and not chosen and not paired_ports
         self._devices = LOOPBACK_DEVICES if loopback else {}
 

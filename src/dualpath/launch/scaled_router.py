@@ -72,8 +72,8 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 class MetricsFolder:
     """The folder in which front ends share their metrics: each answers scrapes for all.
 
-    A router that is killed leaves it.  The next one of this user removes it, as the lock in it
-    shows that no router uses it.
+    The folder of a killed router stays.  The next router of the same user removes it, as no
+    process holds the lock in it.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class ScaledRouter:
     def _start(self, name: str) -> None:
         is_front_end = name != SCHEDULER
         if is_front_end and self._starts[name]:
-            # Its counters remain and go on; its gauges of running requests are removed.
+            # Its counters go on; its gauges of running requests are removed.
             mark_process_dead(  # type: ignore[no-untyped-call]
                 metrics_writer(self._front_ends[name]), self._metrics.path
             )

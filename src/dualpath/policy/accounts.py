@@ -281,7 +281,7 @@ class GroupState:
         return self._taking_tokens
 
     def changed(self) -> None:
-        """An engine's unfinished tokens have changed."""
+        """Note that an engine's unfinished tokens have changed."""
         self._taking_tokens = None
 
     def note_pauses(self) -> None:

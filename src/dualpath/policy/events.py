@@ -26,7 +26,7 @@ UNLIMITED_TOKENS = 1 << 60
 
 #: Why a request got its PE: category C2 or C3 of Algorithm 1, or round robin; its DE: phase 2 or
 #: round robin; either: the blocks that the engine caches (``policy.placement``), or the request's
-#: sender has chosen it.  The last reason of a PE: there is none, the DE computes the append.
+#: sender has chosen it.  A request has no PE, with the last reason, if its DE computes the append.
 PE_REASONS = ("short-queue", "long-queue", "round-robin", "kept", "given", "append-at-decode")
 DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept", "given")
 
@@ -235,7 +235,7 @@ class Submitted(SchedulerEvent, frozen=True, tag="submit"):
 class Fetch(SchedulerEvent, frozen=True, tag="fetch"):
     """A group asks for requests; the effect: ``assignments`` of requests with both engines now.
 
-    And of those for which a DE is enough (``Assignment.prefill_engine``).
+    A request with a DE that computes the append is assigned without a PE.
 
     Algorithm 1 for a PE group, phases 1 and 2 for a DE group (§6.1).  A group without a live
     engine gets nothing.

@@ -34,12 +34,13 @@ recomputed tokens attend to all tokens before them.
 *Append at the DE* (beyond the paper).  Where the whole hit is in the DE's DRAM, or the DE reads
 what is not, and few tokens follow it, the DE computes them itself: no PE loads the hit and sends
 it nothing.  vLLM computes them beside the next step of the DE's requests, which then takes longer.
-So the DE does that if the request's time at its PE, the tokens that the PE computes before it and
-its own, is no shorter than the time that its DE takes: the appends before it, and its own tokens
-once for each other request of the DE, all of which wait for them.  Times are in tokens to compute.
-A request that has a DE and no PE yet, because all PEs are overloaded, is compared with the PE that
+So the DE does that if it takes at most the request's time at its PE.  Times are in tokens to
+compute: at the PE the tokens that it computes before the request and those of the append; at the DE
+the appends before it, and its own tokens once for each other request there, all of which wait.  A
+request that has a DE and no PE yet, because all PEs are overloaded, is compared with the PE that
 has the fewest tokens to compute, if the DE caches its whole hit.  DEs that compute in lock step
-compute no append, as the whole group would wait; Basic, Layerwise, Round robin and Oracle neither.
+compute no append, as the whole group would wait, nor does any DE in mode Basic, Layerwise, Round
+robin or Oracle.
 
 A new rule is a constant here, the mode that uses it in ``RULES``, a branch of ``read_tokens`` and
 its reason: the live scheduler and both cores of the simulator call ``read_tokens``, the compiled
@@ -324,7 +325,7 @@ def appends_at_decode(
 
 
 def tokens_of(blocks: int, hit_tokens: int, block_tokens: int) -> int:
-    """Return how many hit tokens a prompt's first ``blocks`` are, cached blocks or stored ones.
+    """Return how many tokens of a hit the first ``blocks`` of a prompt have, cached or stored.
 
     ``hit_tokens`` are stored; the last of their blocks may be hit in part.
     """
@@ -416,9 +417,9 @@ class HitSources:
         return source if appends else None
 
     def at_decode(self, hit_tokens: int, cached_tokens: int) -> "HitSource":
-        """Return the source of a hit that its DE has cached up to a length, and reads behind it.
+        """Return the source of a hit of which the DE caches the head and reads the rest.
 
-        ``hit_tokens`` are stored; it may cache more.
+        ``hit_tokens`` are stored; the DE may cache more.
         """
         unread, unstored = max(hit_tokens - cached_tokens, 0), max(cached_tokens - hit_tokens, 0)
         runs = hit_runs(cached_tokens, 0, 0, unread, self.settings.block_tokens)

@@ -50,6 +50,53 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.engine_id.removesuffix(rank_mark(self.dp.rank)) if self.dp else self.engine_id
 
 
+class LiveEngines:
+    """Live engines by id; what is derived from all of them is computed once a change."""
+
+    def __init__(self) -> None:
+        self._infos: dict[str, EngineInfo] = {}
+        self._by_role: dict[Role | None, tuple[EngineInfo, ...]] = {}
+        self._limits: dict[str, int | None] = {}
+
+    def put(self, info: EngineInfo) -> None:
+        """Add an engine, or replace what is known of it."""
+        if self._infos.get(info.engine_id) is not info:
+            self._infos[info.engine_id] = info
+            self._changed()
+
+    def remove(self, engine_id: str) -> None:
+        """Remove an engine; does nothing if it is unknown."""
+        if self._infos.pop(engine_id, None) is not None:
+            self._changed()
+
+    def clear(self) -> None:
+        """Remove all engines."""
+        self._infos.clear()
+        self._changed()
+
+    def get(self, engine_id: str) -> EngineInfo | None:
+        """Return an engine by its id."""
+        return self._infos.get(engine_id)
+
+    def all(self, role: Role | None = None) -> tuple[EngineInfo, ...]:
+        """Return the engines (of one role), by arrival."""
+        if (known := self._by_role.get(role)) is None:
+            infos = sorted(self._infos.values(), key=lambda info: info.order)
+            known = self._by_role[role] = tuple(i for i in infos if role in (None, i.role))
+        return known
+
+    def limit(self, name: str) -> int | None:
+        """See ``KnownEngines``."""
+        if name not in self._limits:
+            values = [info.limits.get(name) for info in self._infos.values()]
+            self._limits[name] = min((v for v in values if isinstance(v, int)), default=None)
+        return self._limits[name]
+
+    def _changed(self) -> None:
+        self._by_role.clear()
+        self._limits.clear()
+
+
 class KnownEngines(Protocol):
     """The engines of a cluster at present."""
 

@@ -123,8 +123,8 @@ class Prepared(msgspec.Struct, frozen=True):
 class Prefilled(msgspec.Struct, frozen=True):
     """The prompt's KV is complete in the DE's buffer, and its new blocks are being stored.
 
-    Or its hit is, if the DE computes the append.  ``forward_s`` and ``transfer_s`` are those of
-    ``core.control.PrefillDone``, 0 without a PE.
+    If the DE computes the append, only its hit is complete.  ``forward_s`` and ``transfer_s`` are
+    those of ``core.control.PrefillDone``, 0 without a PE.
     """
 
     account: HitAccount

@@ -245,7 +245,7 @@ UNREADABLE_HERE = frozenset({OTHER_FORMAT, OTHER_STORAGE_KEY})
 class AbsentReports:
     """Logs stored blocks that count as absent because this process cannot read them.
 
-    The first of them is a warning, as after the removal of a storage key there may be millions.
+    Only the first one is a warning: after the removal of a storage key there may be millions.
     """
 
     def __init__(self) -> None:
@@ -332,12 +332,12 @@ class PlainBlocks:
 
     has_keys = False
 
+    def __init__(self, namespace_digest: str) -> None:
+        self._digest = namespace_digest
+
     def unreadable(self, header: memoryview | bytes) -> str | None:
         """Compare the format version."""
         return None if header_version(header) in (None, PLAIN_VERSION) else OTHER_FORMAT
-
-    def __init__(self, namespace_digest: str) -> None:
-        self._digest = namespace_digest
 
     def encoded(
         self, key: BlockKey, payload: Sections, origin: BlockOrigin = UNKNOWN_ORIGIN

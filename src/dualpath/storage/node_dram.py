@@ -12,8 +12,8 @@ lines.  Two processes that add to one set at the same moment may exceed its shar
 evicts the excess.  Eviction ignores the order of chains: evicted blocks are still in storage.
 
 A file's last use is its modification time, set when it is read or written, as ``atime`` is not
-maintained on every file system.  After the clock was stepped back, files of before have times in
-the future.  These are evicted first, since none of them has been used since.
+maintained on every file system.  After the clock was stepped back, older files have times in the
+future.  They are evicted first, since none of them was used after the step.
 
 ``index`` has the blocks as far as this engine knows, for the router (``SharedDramIndex``).
 """

@@ -113,7 +113,7 @@ class LookupCachingStorage(WrappingStorage):
         return stored
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
-        """Read, and update the cache with the outcome; a block found in DRAM may be unstored."""
+        """Read, and update the cache unless DRAM had the block, which may not be stored."""
         outcome = self.inner.read(key, destination, whole=whole)
         if not outcome.from_dram:
             self._learn(key, outcome.is_good)

@@ -9,7 +9,7 @@ engines of the same machine map, is a *memory file* (memfd).  Other processes op
   the last process that maps them exits, however it exits.  A file in ``/dev/shm`` has none of this.
 * Passing descriptors over a Unix socket would also work between PID namespaces.  It needs a thread
   and a protocol with time limits at every engine, and reaches engines that can never confirm each
-  other's death.  These use the network.
+  other's death.  Such engines use the network.
 """
 
 import contextlib
@@ -114,7 +114,8 @@ def allocate_registered(size_bytes: int, alignment: int = PAGE_BYTES) -> Registe
         )
     except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(
-            f"buffer of {size_bytes} bytes cannot be allocated ({error}); make the buffer smaller"
+            f"buffer of {size_bytes} bytes cannot be allocated ({error}); make the buffer "
+            "smaller (buffer_bytes)"
         ) from error
     with contextlib.suppress(OSError):  # a kernel without them
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -126,7 +127,7 @@ def allocate_registered(size_bytes: int, alignment: int = PAGE_BYTES) -> Registe
 def allocate_shared(size_bytes: int) -> RegisteredMemory:
     """Allocate zeroed memory in a memory file, which processes of this user can map.
 
-    Nobody can change the file's size, so that an access never meets a missing page.  Raises
+    The size of the file is fixed, so that an access never meets a missing page.  Raises
     ``ConfigError`` for invalid sizes and when the kernel refuses.
     """
     if size_bytes < 1:
@@ -146,7 +147,8 @@ def allocate_shared(size_bytes: int) -> RegisteredMemory:
     except (OSError, OverflowError) as error:
         os.close(descriptor)
         raise ConfigError(
-            f"buffer of {size_bytes} bytes cannot be allocated ({error}); make the buffer smaller"
+            f"buffer of {size_bytes} bytes cannot be allocated ({error}); make the buffer "
+            "smaller (buffer_bytes)"
         ) from error
     return _mapped(descriptor, size_bytes)
 
@@ -154,8 +156,9 @@ def allocate_shared(size_bytes: int) -> RegisteredMemory:
 def map_shared(path: str, size_bytes: int) -> RegisteredMemory:
     """Map the memory of another process of this machine, by the ``path`` of its memory file.
 
-    Processes that this one forks do not get the mapping: with the exit of this process nobody can
-    write through it.  Raises ``ConfigError`` if it cannot be reached or has another size.
+    Processes that this one forks do not get the mapping: when this process has exited, no process
+    can write through it.  Raises ``ConfigError`` if the memory cannot be reached or has another
+    size.
     """
     try:
         # Without O_NONBLOCK, a path that has become another process's FIFO would block.
@@ -213,7 +216,8 @@ def _mapped(descriptor: int, size_bytes: int, *, to_children: bool = True) -> Re
     except (OSError, OverflowError, ValueError) as error:
         os.close(descriptor)
         raise ConfigError(
-            f"buffer of {size_bytes} bytes cannot be mapped ({error}); make the buffer smaller"
+            f"buffer of {size_bytes} bytes cannot be mapped ({error}); make the buffer "
+            "smaller (buffer_bytes)"
         ) from error
     with contextlib.suppress(OSError):  # a kernel without them
         mapping.madvise(mmap.MADV_HUGEPAGE)

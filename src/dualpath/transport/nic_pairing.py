@@ -42,7 +42,7 @@ class PciDevice(NamedTuple):
 
 
 class PairedPort(NamedTuple):
-    """The RDMA port of a GPU, as UCX names it (mlx5_0:1); ``gpus`` is how many GPUs have it.
+    """The RDMA port of a GPU, as UCX names it (mlx5_0:1); ``gpus`` GPUs have this port.
 
     ``near``: both are below the same PCI root, so that no byte crosses CPU sockets.
     """

@@ -5,11 +5,12 @@ machine maps it, and copies between it and its own HBM: with ``memmove`` if KV i
 copies of its GPU if KV is in HBM.  Without an RDMA NIC, NIXL would emulate what moves between a GPU
 and the DRAM of another process.
 
-*One machine* is proven, never assumed from a host name.  The other engine must have the same boot
-ID and PID namespace (``HostProcess.host``), its memory file must be there to open under its process
-number, and the file must contain the nonce that the engine has sent.  The same condition lets
-either engine confirm that the other one's process has exited (``node.host_process``): whoever can
-write to a mapped buffer can also be proven dead by the buffer's owner.
+*One machine* is proven, never assumed from a host name alone.  The other engine must have the same
+boot ID, host name and PID namespace (``HostProcess.host``), its memory file must be there to open
+under its process number, and the file must contain the nonce that the engine has sent.  The same
+condition lets either engine confirm that the other one's process has exited
+(``node.host_process``): the owner of a mapped buffer can prove the death of each process that can
+write to it.
 
 A mapping holds the peer's pages, also after the peer's process has exited.  So it is dropped when
 the peer is disconnected, and within ``WATCH_S`` of the peer's exit, which ranks without forward

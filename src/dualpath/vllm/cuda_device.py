@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from dualpath.core.errors import ConfigError, TransportError
 from dualpath.core.extras import extra
 from dualpath.engine.passes.device import PASSED, Device, DeviceCopier, DeviceEvent, HostDevice
+from dualpath.engine.settings import NET_DEVICES
 from dualpath.transport.contract import PieceIndices, RegionInfo, TransferState
 from dualpath.transport.regions import check_pair, find_region, piece_addresses
 from dualpath.transport.shared_memory import HbmCopies
@@ -145,7 +146,7 @@ _REGISTER_PORTABLE = 1
 #: The driver, and its ``CU_STREAM_CAPTURE_MODE_RELAXED``.
 _DRIVER_LIBRARY, _CAPTURE_RELAXED = "libcuda.so.1", 2
 
-_NET_DEVICES = "UCX_NET_DEVICES"
+_NET_DEVICES_VARIABLE = f"UCX_{NET_DEVICES}"
 INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -182,7 +183,7 @@ def has_rdma_nic(
         for state in devices.glob("*/ports/*/state")
         if "ACTIVE" in _text(state)
     }
-    chosen = environment.get(_NET_DEVICES, "all")
+    chosen = environment.get(_NET_DEVICES_VARIABLE, "all")
     allowed = {device.partition(":")[0].strip() for device in chosen.split(",")}
     return bool(active) and ("all" in allowed or bool(active & allowed))
 

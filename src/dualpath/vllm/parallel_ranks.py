@@ -232,8 +232,8 @@ def with_own_nic(
     """Return the settings of one rank with the network device of its GPU; logs which and why.
 
     It is the one that ``net_devices`` has for the rank, else the RDMA port nearest to the GPU.
-    Ranks of data-parallel engines that share a server, and so their settings, are counted on.
-    Raises ``ConfigError`` if ``net_devices`` has none for the rank.
+    ``net_devices`` is counted over the ranks of all data-parallel engines of one server, which
+    share their settings.  Raises ``ConfigError`` if ``net_devices`` has none for the rank.
     """
     engine = _number_at_server(parallel) or 0
     nearest = _nearest_port(device)

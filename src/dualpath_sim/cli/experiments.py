@@ -154,7 +154,7 @@ class Group:
     def page_of(
         self, args: argparse.Namespace, experiment: "Experiment[Any, Any]", command: str
     ) -> "tuple[Page, int]":
-        """Return the page that ``run_experiment`` makes and prints, and its exit code."""
+        """Make a page as ``run_experiment`` does; return it with the exit code."""
         from dualpath_sim.harness.files import read
 
         if args.redraw:

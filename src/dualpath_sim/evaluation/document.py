@@ -135,7 +135,7 @@ def _head(figures: Sequence[FigureReport], lab: Mapping[str, float]) -> str:
 
 
 def _count(compared: Sequence[Compared]) -> str:
-    """Return how many of the quoted numbers are fitted, and the ones that readers quote."""
+    """Return how many of the quoted numbers are fitted, and the most quoted ones of these."""
     fitted = {one.key for one in compared if one.fitted}
     known = {
         "the 1.87x": {"fig7.660b.speedup_max"},

@@ -1,8 +1,8 @@
-"""Figures of the paper as experiments of the harness: a cell for every run that a figure asks for.
+"""Figures of the paper as experiments of the harness: each run that a figure needs is a cell.
 
-A figure asks for its runs one after the other, and some depend on earlier ones (the capacities of
-Fig. 10).  So the stage of a figure draws it from the runs so far: the run that is missing is the
-next cell.  Drawing the page again needs no simulation.
+A figure requests its runs one after the other, and some depend on earlier ones (the capacities of
+Fig. 10).  So the stage of a figure draws it from the runs so far: the first run that is missing is
+the next cell.  Drawing the page again needs no simulation.
 """
 
 from collections.abc import Callable, Sequence

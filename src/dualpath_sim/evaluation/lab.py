@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dualpath.core.errors import ConfigError
 from dualpath.report.model import Table
 from dualpath_sim.evaluation.report import Compared, figure_name, paper_quantity, quantity
 from dualpath_sim.evaluation.speedups import mean
@@ -67,14 +68,22 @@ LAB_NUMBERS = {
 def lab_numbers(folder: Path) -> dict[str, float]:
     """Return the lab's numbers by the key of the paper's.
 
-    Raises ``ConfigError`` for a folder without the files of the lab's experiments.
+    Raises ``ConfigError`` for a folder without the files of the lab's experiments, and for a file
+    without one of the numbers.
     """
 
     def look(file: str, title: str, row: str, column: str) -> float:
-        tables = read(folder / f"{file}.json").tables
-        (table,) = (one for one in tables if title in one.title)
-        (found,) = (cells for cells in table.rows if cells[0] == row)
-        return float(found[table.columns.index(column)].rstrip("x"))
+        path = folder / f"{file}.json"
+        tables = read(path).tables
+        try:
+            (table,) = (one for one in tables if title in one.title)
+            (found,) = (cells for cells in table.rows if cells[0] == row)
+            return float(found[table.columns.index(column)].rstrip("x"))
+        except ValueError:
+            raise ConfigError(
+                f"{path} has no number in the column {column!r} of the row {row!r} of a table "
+                f"{title!r}; give --lab docs/evaluation/lab, or omit it"
+            ) from None
 
     return {key: number.of(look) for key, number in LAB_NUMBERS.items()}
 

@@ -515,7 +515,7 @@ class Runs:
         return self.results[cell]
 
     def _missing(self, cell: str, make: Callable[[], Result]) -> Result:
-        """Return the result of a run that is not there yet."""
+        """Return the result of a run that ``results`` lacks."""
         return make()
 
     def _offline(self, spec: RunSpec) -> OfflineRun | Impossible:
@@ -538,7 +538,7 @@ class Runs:
 
 
 class RecordedRuns(Runs):
-    """Runs whose results are recorded: a missing one raises ``NotRecordedError``."""
+    """Recorded runs: a missing one raises ``NotRecordedError``."""
 
     def _missing(self, cell: str, make: Callable[[], Result]) -> Result:
         raise NotRecordedError(cell, make)

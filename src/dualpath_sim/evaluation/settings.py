@@ -38,7 +38,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     ``nodes`` replaces the cluster's (P, D) and ``overrides`` other fields of ``ClusterSettings``.
     ``workload`` names a dataset of Table 2 by its MaxLen, or a trace.  Agents arrive all at once,
     or as a Poisson process of ``agents_per_s``, then for ``until_s``, where the run is cut.
-    ``curves`` are what a run whose agents arrive at once has beside its numbers.
+    ``curves`` selects the curves over time of a run in which all agents start at once.
 
     No figure changes the rest, only what asks what the model lacks: ``generator`` replaces fields
     of ``GeneratorSettings``; ``prefill_slowdown`` multiplies every prefill time of the PEs;

@@ -120,9 +120,9 @@ class SimFollower:
             self._shared.fabric.kill(self.transport.agent)
 
     def leader_died(self) -> None:
-        """The engine's first rank has died: this one is notified, and killed a while later.
+        """The engine's first rank has died: this rank is notified, and killed a while later.
 
-        What a rank that hangs had posted continues until then.
+        The posted transfers of a rank that hangs continue until then.
         """
         world = self._shared.world
         self._leaders.cut()

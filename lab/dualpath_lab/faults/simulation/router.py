@@ -341,7 +341,9 @@ class FrontEnds:
         for one in self.serving:
             known = {info.writer.id for info in one.service.link.engines.alive()}
             if known != there:
-                found.append(f"{one.name} knows engines {known - there}, not {there - known}")
+                found.append(
+                    f"{one.name} knows lost engines {known - there} and lacks {there - known}"
+                )
         return found
 
     def _start(self, name: str) -> None:

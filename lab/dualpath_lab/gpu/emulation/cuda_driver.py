@@ -1,8 +1,8 @@
-"""CUDA streams, events and copies in host memory; the driver's and the runtime's calls on them.
+"""CUDA streams, events and copies in host memory, with the driver's and the runtime's calls.
 
-Work that code computes with torch is over when the call returns, as on a CPU.  Copies are queued:
-each stream that has copies has a thread, so a copy may end long after its call.  A stream in which
-torch computes cannot be made to wait later, so ``wait_event`` on it blocks the calling thread.
+Work of torch is over when its call returns, as on a CPU.  Copies are queued: each stream that has
+copies has a thread, so a copy may end long after its call.  A stream in which torch computes cannot
+be made to wait later, so ``wait_event`` on it blocks the calling thread.
 """
 
 import contextlib

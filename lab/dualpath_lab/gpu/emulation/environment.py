@@ -1,4 +1,4 @@
-"""Makes an environment of Python with vLLM's CUDA build and an emulated GPU.
+"""Makes a Python environment with vLLM's CUDA build and an emulated GPU.
 
     python -m dualpath_lab.gpu.emulation.environment FOLDER
 
@@ -28,7 +28,7 @@ _START = "import dualpath_lab.gpu.emulation.fake_gpu as fake_gpu; fake_gpu.insta
 
 
 def make(folder: Path, wheels: Path) -> Path:
-    """Make the environment and return its interpreter; ``wheels`` keeps what pip downloads.
+    """Make the environment and return its interpreter; pip downloads into ``wheels``.
 
     Raises ``subprocess.CalledProcessError`` if pip does not find a wheel.
     """

@@ -62,8 +62,9 @@ from dualpath.node.sockets import zmq_host
 # ZMTP heartbeats are not used: a suspended process does not answer them though it may continue, and
 # ``router.control.control_connections`` would count their bytes as traffic without messages.  They
 # are not needed either: a process that has a session or registers sends something at least every
-# ``HEARTBEAT_S``.  The other machine's kernel acknowledges it also for a suspended process, as long
-# as its receive buffer has room; otherwise the session continues over another connection.
+# ``heartbeat_s``, which is 2.5 s at most.  The other machine's kernel acknowledges it also for a
+# suspended process, as long as its receive buffer has room; otherwise the session continues over
+# another connection.
 
 #: Time for queued messages to be sent after the socket is closed.
 LINGER_MS = 500

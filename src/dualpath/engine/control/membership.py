@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 #: Time for the last report to be sent before a process ends itself.
 _LAST_REPORT_NS = 200_000_000
 #: A draining engine without requests waits so many heartbeats for a router that sends nothing.  The
-#: router may have ended at the same time, and container runtimes kill a process
-#: 10 s after SIGTERM.  A router that lives gets a ``Deregister`` as from any engine that leaves.
-_DRAIN_SILENCE = 3
+#: router may have ended at the same time, and container runtimes kill a process 10 s after SIGTERM.
+#: A router that lives gets a ``Deregister`` as from any engine that leaves.
+_DRAIN_SILENCE_HEARTBEATS = 3
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -208,7 +208,7 @@ class Membership:
 
         ``drained`` is called once when no request is left: the router has sent ``Drained``, this
         engine has no session, or it has no request and the router has been silent for
-        ``_DRAIN_SILENCE`` heartbeats; and requests that decode without a session are over.  Then
+        ``_DRAIN_SILENCE_HEARTBEATS``; and requests that decode without a session are over.  Then
         call ``leave``.  Only the first call has an effect.
         """
         if self._drained is not None:
@@ -253,7 +253,7 @@ class Membership:
             drained()
 
     def _router_left_idle(self, link: ControlLink) -> bool:
-        silent = link.silent_s >= _DRAIN_SILENCE * link.heartbeat_s
+        silent = link.silent_s >= _DRAIN_SILENCE_HEARTBEATS * link.heartbeat_s
         return silent and self.manager.active.load()[0] == 0
 
     def _failed(self, reason: str) -> None:

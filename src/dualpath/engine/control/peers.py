@@ -15,9 +15,9 @@ from dualpath.transport.contract import AgentInfo, RegionInfo, Transport
 
 log = logging.getLogger(__name__)
 
-
-#: Longer than a forward pass of an earlier session can last.
-UNNAMED_S = 120.0
+#: How long a connection of an earlier session stays open if its peer is not announced again; no
+#: forward pass takes so long.
+UNANNOUNCED_S = 120.0
 
 
 class Peers:
@@ -30,7 +30,7 @@ class Peers:
 
     In each session a peer is announced before the first request that needs it.  Connections of the
     session before stay, as a forward pass may still use them; those of peers that are not
-    announced within ``UNNAMED_S`` are closed then, since their peers may be gone.
+    announced within ``UNANNOUNCED_S`` are closed then, since their peers may be gone.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Peers:
         self._connected: set[str] = set()
         self._writers: dict[tuple[str, str], Writer] = {}
         #: Peers that were not announced in this session, and when they are disconnected.
-        self._unnamed: set[str] = set()
-        self._unnamed_until_ns = 0
+        self._unannounced: set[str] = set()
+        self._unannounced_until_ns = 0
 
     def up(self, peer: EngineAddress) -> None:
         """A peer is announced; a connection to a former process of it is closed."""
@@ -61,7 +61,7 @@ class Peers:
         if former is not None and former.epoch != peer.epoch:
             self.down(PeerDown(former.engine_id, former.epoch, certain=False))
         with self._lock:
-            self._unnamed.discard(peer.engine_id)
+            self._unannounced.discard(peer.engine_id)
             self._peers[peer.engine_id] = peer
             if peer.role is Role.PREFILL:
                 self._writers[peer.writer.id] = peer.writer
@@ -91,21 +91,21 @@ class Peers:
     def session_begins(self, now_ns: int) -> None:
         """A session begins, in which no peer has been announced yet."""
         with self._lock:
-            self._unnamed = set(self._peers)
-            self._unnamed_until_ns = now_ns + int(UNNAMED_S * 1e9)
+            self._unannounced = set(self._peers)
+            self._unannounced_until_ns = now_ns + int(UNANNOUNCED_S * 1e9)
 
     def expire(self, now_ns: int) -> None:
-        """Disconnect peers that were not announced in this session within ``UNNAMED_S``."""
-        if not self._unnamed or now_ns < self._unnamed_until_ns:
+        """Disconnect peers that were not announced in this session within ``UNANNOUNCED_S``."""
+        if not self._unannounced or now_ns < self._unannounced_until_ns:
             return
         with self._lock:
-            expired = [self._peers[name] for name in self._unnamed if name in self._peers]
-            self._unnamed.clear()
+            expired = [self._peers[name] for name in self._unannounced if name in self._peers]
+            self._unannounced.clear()
         for peer in expired:
             self.down(PeerDown(peer.engine_id, peer.epoch, certain=False))
 
     def only(self, peers: Iterable[EngineAddress]) -> None:
-        """Exactly these peers are connected; other known peers are disconnected."""
+        """Disconnect all known peers but these."""
         present = {(peer.engine_id, peer.epoch) for peer in peers}
         with self._lock:
             known = [(peer.engine_id, peer.epoch) for peer in self._peers.values()]

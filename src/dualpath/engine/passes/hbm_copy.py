@@ -164,7 +164,7 @@ class _CopyOut(NamedTuple):
 
 
 def _side_by_side(steps: Sequence[Step]) -> Step:
-    """Return the steps of a layer of single blocks as one step; its blocks are numbered from 0."""
+    """Return steps of one block each, all of one layer, as one step with blocks numbered from 0."""
     return msgspec.structs.replace(
         steps[0],
         blocks=BlockRun(0, len(steps)),
@@ -259,7 +259,7 @@ class HbmCopier:
 
         Returns when computation queued from now on may overwrite them.  Copies that are not over by
         then have failed, as they may read overwritten bytes: the result is False for each block.
-        While copies stall none is started.
+        No copy is started while others stall.
         """
         own_agent = self._transfers.own_agent
         if self._stalled.is_avoided(own_agent):
@@ -296,7 +296,7 @@ class HbmCopier:
         steps = [_side_by_side(steps) for steps in layers]
         copies = self._copies(steps, [block.hbm_block for block in blocks])
         if sum(part.bytes for part, _ in copies) != sum(step.bytes for step in steps):
-            ended("a layer of the block is not in HBM any more", True)
+            ended("a layer of a block is not in HBM any more", True)
             return _CopyOut(over, abandoned, ())
         countdown = self._countdown("", len(copies), ended)
         events = [e for copy in copies for e in self._post(*copy, earlier, countdown)]

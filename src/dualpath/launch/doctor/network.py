@@ -47,8 +47,10 @@ def nics_of_gpus(pairs: Mapping[str, PairedPort]) -> Finding:
     found = ", ".join(f"{gpu} {port}" for gpu, port in pairs.items()) or "no GPU, or no port"
     if not any(port.problem for port in pairs.values()):
         return ok(check, found, needed)
-    remedy = "GPUs that share a port share its bandwidth, and bytes cross CPU sockets to a port at "
-    remedy += "another PCI root; choose others with net_devices"
+    remedy = (
+        "GPUs that share a port share its bandwidth, and bytes cross CPU sockets to a port at "
+        "another PCI root; choose others with net_devices"
+    )
     return warning(check, found, needed, remedy)
 
 

@@ -43,7 +43,7 @@ def share_metrics(front_end: str) -> None:
     """Let a front end continue the counters of the former process of its name.
 
     So restarts add no files, all of which every scrape reads.  Does nothing where metrics are not
-    shared, or without a name; to be called before any metric is defined.
+    shared, or without a name.  Must be called before any metric is defined.
     """
     if shared_metrics() and front_end:
         writer = metrics_writer(front_end)
@@ -51,7 +51,7 @@ def share_metrics(front_end: str) -> None:
 
 
 def metrics_writer(front_end: str) -> str:
-    """Return the part of file names that is a process number at the Prometheus client."""
+    """Return the name of a front end in file names, where the Prometheus client has a PID."""
     return hashlib.sha256(front_end.encode()).hexdigest()[:16]
 
 

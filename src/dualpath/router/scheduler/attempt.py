@@ -134,8 +134,8 @@ class EngineAttempt(AttemptChannel):
         self._appends = False
         #: Engines that count the request.
         self._assigned: set[str] = set()
-        #: At the head of the prompt: stored; hits at the engines of the assignment, stored or not;
-        #: hits that are to be loaded.
+        #: Blocks at the head of the prompt: those stored; the hits at the engines of the
+        #: assignment, stored or not; the hits that are to be loaded.
         self._stored_blocks = self._found_blocks = self._wanted_blocks = 0
         self._whole_from = 0
         self._unstored_reason = GONE if order.cacheable else NOT_CACHEABLE
@@ -605,10 +605,10 @@ class EngineAttempt(AttemptChannel):
         )
 
     def _persist(self, in_buffer: tuple[BlockKey, ...]) -> None:
-        """Have the DE store those of the full blocks in its buffer that are not; sent without any.
+        """Have the DE store those full blocks in its buffer that are not stored.
 
-        ``in_buffer`` are the keys of the prompt's full blocks there.  The DE releases the buffer
-        only when it knows that nothing more is to be stored.
+        ``in_buffer`` are the keys of the prompt's full blocks there.  The message is sent without
+        any as well: the DE releases the buffer when it knows that nothing more is to be stored.
         """
         self.check()
         keys, engine_id = self._order.keys, self._decode_engine.engine_id
@@ -627,10 +627,10 @@ class EngineAttempt(AttemptChannel):
         self._scheduler.writers.note(keys[first:] or keys[-1:], engine_id)
 
     def _first_unstored_block(self) -> int:
-        """Return the first block of the prompt that the DE writes: it holds all of them from there.
+        """Return the first block of the prompt that the DE writes; it holds all that follow.
 
-        Hits that only DRAM has are written again.  In a model with window layers hits that came
-        from elsewhere than the DE's own cache may lack layers there; then these are left out.
+        Hits that only DRAM has are written again.  In a model with window layers, hits that came
+        from elsewhere than the DE's own cache may lack layers there; then no hit is written.
         """
         hit_blocks, stored_blocks = self._loaded.hit_blocks, self._stored_blocks
         windows = self._scheduler.geometry.layer_windows

@@ -84,7 +84,7 @@ class CachedBlockIndex:
     """Cached blocks by engine while its session lasts, and shared ones while any sharer is live.
 
     Bounded by the capacity of buffers and shared DRAM.  The places of a block are found by its
-    key, so that a request costs a look at the places that cache its first block only.
+    key: for a request, only places that cache its first block are searched.
     """
 
     def __init__(self) -> None:

@@ -139,8 +139,8 @@ _UNCERTAIN = (
 )
 
 
-#: Lost processes that are remembered until their death is known, and the engines that know one.
-_MOST_NAMED = 4 * MOST_ENGINES
+#: Bound of the table of processes that were named, and of the engines that know one of them.
+_MOST_KNOWN = 4 * MOST_ENGINES
 
 
 class NamedPeers:
@@ -154,13 +154,13 @@ class NamedPeers:
         self._named: dict[str, set[tuple[str, str]]] = {}
 
     def is_new(self, engine_id: str, process: Writer) -> bool:
-        """Note that a process is named to an engine; return whether it was not before."""
+        """Note that a process is named to an engine; return whether this is the first time."""
         named = self._named.setdefault(engine_id, set())
         if process.id in named:
             return False
         named.add(process.id)
         self._knowing.setdefault(process.id, set()).add(engine_id)
-        self._remove_oldest(process.id)
+        self._bound(process.id)
         return True
 
     def session_ends(self, info: EngineInfo, *, certain: bool) -> None:
@@ -181,12 +181,12 @@ class NamedPeers:
             self._knowing.pop(process.id, None)
         return knowing
 
-    def _remove_oldest(self, process_id: tuple[str, str]) -> None:
-        """Bound the tables: lost processes and engines that have not come back are removed."""
+    def _bound(self, process_id: tuple[str, str]) -> None:
+        """Remove unregistered engines, and processes that are not live, from full tables."""
         knowing = self._knowing[process_id]
-        if len(knowing) > _MOST_NAMED:
+        if len(knowing) > _MOST_KNOWN:
             knowing.intersection_update([e for e in knowing if self._registry.get(e) is not None])
-        if len(self._knowing) > _MOST_NAMED:
+        if len(self._knowing) > _MOST_KNOWN:
             self._knowing = {
                 (engine_id, epoch): knowing
                 for (engine_id, epoch), knowing in self._knowing.items()

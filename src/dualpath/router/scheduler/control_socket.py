@@ -231,16 +231,22 @@ class ControlConnections:
                 self._remove(file)
 
     def _remove(self, file: int) -> None:
-        """A file is no connection any more."""
+        """Remove a file that is closed, or is not a connection any more."""
         self._taken.pop(file, None)
         self._held.pop(file, None)
 
     def check(self) -> None:
         """Close connections over the limit, then the largest until all are below theirs."""
-        self._close_over_limit(self.held())
+        held = self.held()
+        total = sum(held.values())
+        for file, held_bytes in sorted(held.items(), key=lambda one: -one[1]):
+            if held_bytes <= MOST_HELD_BYTES and total <= MOST_HELD_BY_ALL_BYTES:
+                return
+            total -= held_bytes
+            self._cut_off(file, f"has sent {held_bytes} bytes that make no message")
 
     def check_some(self) -> None:
-        """Do what ``check`` does, after a look at the connections whose turn it is."""
+        """Check some connections, in turn; check all if these or this process hold too much."""
         memory_bytes = resident_bytes()
         if memory_bytes - self._memory_bytes > MOST_HELD_BYTES:
             self._memory_bytes = memory_bytes
@@ -255,15 +261,6 @@ class ControlConnections:
         largest = max((self._held.get(file, 0) for file in asked), default=0)
         if largest > MOST_HELD_BYTES or sum(self._held.values()) > MOST_HELD_BY_ALL_BYTES:
             self.check()
-
-    def _close_over_limit(self, held: Mapping[int, int]) -> None:
-        """Close connections that hold too much."""
-        total = sum(held.values())
-        for file, held_bytes in sorted(held.items(), key=lambda one: -one[1]):
-            if held_bytes <= MOST_HELD_BYTES and total <= MOST_HELD_BY_ALL_BYTES:
-                return
-            total -= held_bytes
-            self._cut_off(file, f"has sent {held_bytes} bytes that make no message")
 
     async def _check_often(self) -> None:
         while True:
@@ -351,7 +348,7 @@ def most_connections() -> int:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process, 0 where /proc does not show it."""
+    """Return the resident memory of this process, 0 where /proc does not show it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()

@@ -303,7 +303,7 @@ class Dispatch:
         return self._log.apply(self._scheduler, event)
 
     def _fetch_changed(self, engine_id: str) -> None:
-        """Answer the fetch of the group of an engine whose account alone has changed."""
+        """Answer the fetch of an engine's group, if no other account has changed."""
         self._fetch_all([engine_id] if engine_id in self._engines and not self._replanned else None)
 
     def _fetch_all(self, engine_ids: Collection[str] | None = None) -> None:

@@ -45,11 +45,7 @@ from dualpath.router.scheduler.control_socket import (
     SessionLoops,
 )
 from dualpath.router.scheduler.link_messages import Frames, frames_of
-from dualpath.router.scheduling import (
-    AttemptEvent,
-    HandedOver,
-    Placed,
-)
+from dualpath.router.scheduling import AttemptEvent, HandedOver, Placed
 from dualpath.router.served_adapters import changed
 
 if TYPE_CHECKING:

@@ -217,8 +217,8 @@ LinkEvent = PlacedOn | Staged | Recomputed | Arrived
 class AttemptEvents(Message, frozen=True, tag=True):
     """Events for an attempt's listener.
 
-    Events that only the request's record needs wait for the next answer to a call of the attempt,
-    which has them too (``CallResult``), or for its end.
+    Events that only the request's record needs are sent with the next answer to a call of the
+    attempt (``CallResult``, ``CallFailed``), or at its end.
     """
 
     attempt_id: Name

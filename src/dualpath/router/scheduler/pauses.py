@@ -63,9 +63,9 @@ class Pauses:
     def reported(self, info: EngineInfo, report: Report) -> None:
         """An engine reports whether it drains; it is notified once when its group has drained."""
         state = self._registry.get(info.engine_id)
-        # While a rank drains, all ranks of its group have this pause.
-        concerned = state is None or state.drained or Pause.DRAINING in state.pauses
-        if report.draining is None and not concerned:
+        # While a rank drains, all ranks of its group have the pause ``DRAINING``.
+        drains = state is None or state.drained or Pause.DRAINING in state.pauses
+        if report.draining is None and not drains:
             return
         group = [rank for rank in self._registry.group(info) if rank.has_session]
         leaving = [r for r in group if r.report is not None and r.report.draining is not None]

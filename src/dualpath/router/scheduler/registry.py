@@ -28,7 +28,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.names import in_one_line
 from dualpath.core.rates import MAX_COMPUTED_WEIGHT
 from dualpath.core.sessions import ROUTER_TABLE, Channel, Event, RouterSideState, StateMachine
-from dualpath.router.engines import EngineInfo
+from dualpath.router.engines import EngineInfo, LiveEngines
 from dualpath.router.refusals import ControlRefusal
 from dualpath.router.served_adapters import ServedAdapters
 
@@ -330,7 +330,7 @@ class _Index(Generic[K]):
         self._key_of: dict[str, K] = {}
 
     def put(self, engine: EngineState, key: K | None) -> None:
-        """Enter an engine under a key, under none if that is None."""
+        """Enter an engine under a key in place of its former one; None removes it."""
         engine_id = engine.info.engine_id
         former = self._key_of.get(engine_id)
         if former is not None and former != key:
@@ -351,8 +351,8 @@ class _Index(Generic[K]):
 class Registry:
     """All engines known; the first one fixes namespace, mode and adapters' weights.
 
-    Whatever a message of one engine needs is found by an index, without a look at the other
-    engines: its session, its group, the live engines of its machine.
+    What a message of one engine needs (its session, its group, the live engines of its machine) is
+    found by an index, without a look at the other engines.
 
     ``exclusive_ids``: an orchestrator ends a process before it starts another one of the same
     ``engine_id``, so that a registration from another machine proves the former process's death.
@@ -375,13 +375,10 @@ class Registry:
         self._starts: _Index[tuple[str, str]] = _Index()
         self._groups: _Index[str] = _Index()
         self._hosts: _Index[str] = _Index()
-        self._live: dict[str, EngineInfo] = {}
+        self._live = LiveEngines()
         self._present: set[str] = set()
         #: Engines that may have former processes which are not proven dead.
         self._restarted: dict[str, EngineState] = {}
-        #: Results of ``alive`` and ``limit`` since the last change.
-        self._alive: dict[Role | None, tuple[EngineInfo, ...]] = {}
-        self._limits: dict[str, int | None] = {}
         self._arrivals = itertools.count()
 
     def admit(self, hello: Register) -> Admission | None:
@@ -463,13 +460,10 @@ class Registry:
             self._present.discard(info.engine_id)
         if engine.unproven:
             self._restarted[info.engine_id] = engine
-        if self._live.get(info.engine_id) is not (info if alive else None):
-            self._alive.clear()
-            self._limits.clear()
         if alive:
-            self._live[info.engine_id] = info
+            self._live.put(info)
         else:
-            self._live.pop(info.engine_id, None)
+            self._live.remove(info.engine_id)
 
     def open(self, engine: EngineState, session: str, now_s: float) -> None:
         """Begin a session of an engine."""
@@ -520,10 +514,7 @@ class Registry:
 
     def alive(self, role: Role | None = None) -> tuple[EngineInfo, ...]:
         """Return the live engines (of one role), by arrival."""
-        if (known := self._alive.get(role)) is None:
-            infos = sorted(self._live.values(), key=lambda info: info.order)
-            known = self._alive[role] = tuple(i for i in infos if role in (None, i.role))
-        return known
+        return self._live.all(role)
 
     def neighbour(self, host: str) -> EngineInfo | None:
         """Return the live engine on a machine that arrived first, None if there is none."""
@@ -580,10 +571,7 @@ class Registry:
 
     def limit(self, name: str) -> int | None:
         """Return the smallest value of an integer limit over live engines, None if unstated."""
-        if name not in self._limits:
-            values = [info.limits.get(name) for info in self._live.values()]
-            self._limits[name] = min((v for v in values if isinstance(v, int)), default=None)
-        return self._limits[name]
+        return self._live.limit(name)
 
 
 def _info(hello: Register, order: int) -> EngineInfo:

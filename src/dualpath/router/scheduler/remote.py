@@ -30,7 +30,7 @@ from dualpath.core.session_hints import SessionHints
 from dualpath.core.sessions import REGISTER_INTERVAL_S, ROUTER_TIMEOUT_S
 from dualpath.engine.control.link import LINGER_MS, RouterSession, connect_dealer, prepare_dealer
 from dualpath.node.cluster_secret import ClusterSecret, check_control_url
-from dualpath.router.engines import EngineInfo, Membership
+from dualpath.router.engines import EngineInfo, LiveEngines, Membership
 from dualpath.router.scheduler import link_messages as m
 from dualpath.router.scheduler.control_socket import LoopSocket
 from dualpath.router.scheduler.link_messages import Frames
@@ -64,21 +64,15 @@ class EnginesView:
         self.adapters = adapters
         self.mode: Mode | None = None
         self.namespace: StoreNamespace | None = None
-        self._engines: dict[str, EngineInfo] = {}
-        #: Results of ``alive`` and ``limit`` since the last change.
-        self._alive: dict[Role | None, tuple[EngineInfo, ...]] = {}
-        self._limits: dict[str, int | None] = {}
+        self._live = LiveEngines()
 
     def alive(self, role: Role | None = None) -> Sequence[EngineInfo]:
         """Return the live engines (of one role), by arrival."""
-        if (known := self._alive.get(role)) is None:
-            infos = sorted(self._engines.values(), key=lambda info: info.order)
-            known = self._alive[role] = tuple(i for i in infos if role in (None, i.role))
-        return known
+        return self._live.all(role)
 
     def live(self, engine_id: str, epoch: str) -> EngineInfo | None:
         """Return this process of an engine if it is live."""
-        info = self._engines.get(engine_id)
+        info = self._live.get(engine_id)
         return info if info is not None and info.epoch == epoch else None
 
     def waits(self) -> Sequence[str]:
@@ -88,7 +82,9 @@ class EnginesView:
     def update(self, update: m.EnginesUpdate) -> None:
         """Take the scheduler's report; engines with another model or adapter do not count."""
         self.mode, self.away = update.mode, ""
-        self._set({info.engine_id: info for info in update.engines})
+        self._live.clear()
+        for info in update.engines:
+            self._live.put(info)
         self.namespace = self.namespace or update.namespace
         if update.namespace not in (None, self.namespace):
             self._refuse("engines of another model")
@@ -101,39 +97,28 @@ class EnginesView:
         self.adapters.learn_if_listed(update.adapters)
 
     def change(self, change: m.EnginesChanged) -> None:
-        """Take engines that have joined or were lost, unless the scheduler's do not count here."""
+        """Take engines that have joined or were lost, unless none of the scheduler's count."""
         if self.away:
             return
         for engine_id, epoch in change.lost:
             if self.live(engine_id, epoch) is not None:
-                del self._engines[engine_id]
-        self._engines.update((info.engine_id, info) for info in change.joined)
-        self._changed()
-
-    def _set(self, engines: dict[str, EngineInfo]) -> None:
-        self._engines = engines
-        self._changed()
-
-    def _changed(self) -> None:
-        self._alive.clear()
-        self._limits.clear()
+                self._live.remove(engine_id)
+        for info in change.joined:
+            self._live.put(info)
 
     def _refuse(self, what: str) -> None:
-        self._set({})
+        self._live.clear()
         self.away = f"the scheduler has {what} now; restart this front end"
         logger.error("%s", self.away)
 
     def clear(self, away: str) -> None:
         """The session has ended."""
-        self._set({})
+        self._live.clear()
         self.away = away
 
     def limit(self, name: str) -> int | None:
         """Return the smallest value of an integer limit over live engines, None if unstated."""
-        if name not in self._limits:
-            values = [engine.limits.get(name) for engine in self._engines.values()]
-            self._limits[name] = min((v for v in values if isinstance(v, int)), default=None)
-        return self._limits[name]
+        return self._live.limit(name)
 
 
 # ------------------------------------------------------------------------ orphaned attempts

@@ -97,7 +97,7 @@ class SessionOrders:
             self._buffers.pop(info.engine_id, None)
 
     def read_rate_changed(self) -> None:
-        """Engines that do not know their read speed are counted with another one."""
+        """Take the new rate for engines that do not know their own read speed."""
         for info in self._registry.alive(Role.DECODE):
             if info.rates.read_bytes is None:
                 self._buffers[info.engine_id] = self._buffer(info)

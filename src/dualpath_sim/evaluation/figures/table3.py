@@ -54,9 +54,10 @@ they differ only by chance.
 The scheduler's cores are the assignments per second of the offline run, divided by the 20,000 per
 CPU-second that one core has to reach in `dualpath lab bench scheduler-speed`. They are placement
 alone, a calculation and no measurement of this run, and cannot be compared with the paper's cores,
-which also carry messages. With messages the live scheduler took 1.5 ms per turn, beside 96 stub
-engines (Several front ends). The paper's 48,000 agents of 157 turns in 3,201 s are 2,354 turns/s,
-which would be 3.5 cores. The scheduler is one process on one core: it would be the bottleneck.
+which also carry messages. With messages the live scheduler took 2.8 ms per turn, beside 1,152
+stub engines (page Scale out). The paper's 48,000 agents of 157 turns in 3,201 s are 2,354
+turns/s, which would be more than six cores. The scheduler is one process on one core: it would be
+the bottleneck.
 """
 
 

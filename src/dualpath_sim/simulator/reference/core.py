@@ -477,7 +477,7 @@ class ReferenceCore:
             self._release_decode(r, flight)
         self._finished(r)
 
-    # 5 to 7 at the DE, if it computes the append: the hit is copied into HBM, then the append is
+    # 5 to 7 are at the DE if it computes the append: the hit is copied into HBM, then the append is
     # computed beside the DE's steps.
 
     def _fill_hit(self, r: int, flight: Flight) -> None:

@@ -43,7 +43,7 @@ class SimulatedLoad:
         self.dirty = False
 
     def assigned(self, tokens: int, hbm_tokens: int, read_tokens: int) -> None:
-        """Count a request, for which the engine allocates so much HBM later."""
+        """Count a request; the engine allocates ``hbm_tokens`` of HBM for it later."""
         self.requests += 1
         self.tokens += tokens
         self.unallocated_hbm_tokens += hbm_tokens
@@ -189,7 +189,7 @@ class SchedulerDriver:
             self.watch.loaded(round_index)
 
     def prefill_done(self, round_index: int, assignment: Assignment) -> None:
-        """The PE is through with a request, or the DE with its append."""
+        """The PE has prefilled a request, or the DE has computed its append."""
         self._scheduler.apply(PrefillEnded(str(round_index)))
         if assignment.prefill_engine is not None:
             self._accounts[int(assignment.prefill_engine)].over(assignment.prefill_tokens, 0)

@@ -173,7 +173,7 @@ class DecodeUnit:
         return self._since_ns + steps_ns(first + 1 - self._tokens, self._step_ns)
 
     def stall(self, duration_ns: int) -> None:
-        """Compute something else for so long; all requests wait for it."""
+        """Compute an append for ``duration_ns``; all requests wait for it."""
         self._advance()
         self._since_ns += duration_ns
         self._expect_next()
