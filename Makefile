@@ -96,7 +96,7 @@ version:
 
 # README as a stranger types it, in a fresh clone with a new home; see its --help for less.
 newcomer:
-	@"$(PYTHON)" -m dualpath_lab.benchmarks.newcomer $(NEWCOMER)
+	@PYTHONPATH=lab "$(PYTHON)" -m dualpath_lab.benchmarks.newcomer $(NEWCOMER)
 
 # Real clients, each in an environment of its own under .cache/, against a small cluster.
 clients: $(STAMP)
