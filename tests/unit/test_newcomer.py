@@ -1,6 +1,8 @@
 """README's commands run unchanged: each is known, succeeds, and does what README says."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +29,21 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 def test_the_steps_are_exactly_the_commands_of_readme() -> None:
     assert {one.step for one in typed(ROOT / "README.md")} == set(STEPS)
+
+
+def test_make_runs_it_with_a_python_that_has_nothing_installed() -> None:
+    python = f"PYTHON={Path(sys.base_prefix, 'bin', 'python3')}"
+    without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    shown = subprocess.run(
+        ["make", "-C", str(ROOT), "newcomer", python, "NEWCOMER=--help"],
+        env=without,
+        capture_output=True,
+        text=True,
+        timeout=GUARD_S,
+        check=False,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "first hour" in shown.stdout
 
 
 def test_an_unknown_command_is_named_with_its_line(tmp_path: Path) -> None:
