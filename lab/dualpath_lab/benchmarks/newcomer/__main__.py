@@ -370,6 +370,8 @@ def main(arguments: Sequence[str]) -> int:
         help="leave out commands that begin with this",
     )
     chosen = parser.parse_args(arguments)
+    # A shell's background job ignores Ctrl-C, and so would the servers that inherit this.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with ExitStack() as stack:
         place = copied_checkout() if chosen.here else clean_clone()
         without = tuple(chosen.without)
