@@ -353,6 +353,21 @@ def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> 
     assert_whole(cluster)
 
 
+def test_a_prompt_without_new_blocks_and_without_slots_is_not_cached(
+    cluster: ToyCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The teardown of a session has taken its slots before its request ends."""
+    keys = prompt_keys(TOKENS)
+    cluster.de.manager.buffer.set_caching(enabled=True)
+    cluster.load("r", keys, TOKENS, 0, 0)
+    cluster.de.manager.buffer.release("r")
+    cluster.de.command(Persist(request_id="r", first_block=2, keys=(), hit_keys=tuple(keys[:2])))
+    assert cluster.de.report().load.cached_buffer_tokens == 0
+    assert caplog.messages == []
+    cluster.release("r")
+    assert_whole(cluster)
+
+
 def test_generated_blocks_are_stored_as_in_hbm(cluster: ToyCluster) -> None:
     keys = prompt_keys(TOKENS)
     for layer in range(GEOMETRY.layers):

@@ -252,7 +252,8 @@ class ServedPrompts:
         blocks = BlockRun(message.first_block, len(message.keys))
         held = self._buffer.slots_of(message.request_id)
         slots = held[blocks.first : blocks.end]
-        complete = len(slots) == len(message.keys) or not self._moves_bytes
+        # Without new blocks as well: the hit's blocks are cached from these slots.
+        complete = len(held) >= blocks.end or not self._moves_bytes
         if not complete or not self._active.is_active(message.request_id):
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
             return
