@@ -26,7 +26,7 @@ import msgspec
 from dualpath.core.errors import ConfigError
 from dualpath.node.cluster_secret import is_loopback
 from dualpath.node.secret_file import secret_variable
-from dualpath.router.asgi import App, Message, Receive, Send, json_answer, own_path
+from dualpath.router.asgi import App, Message, Receive, Send, json_answer, own_path, send_all
 from dualpath.router.foreign_pages import AllowedHosts, Header, PageRefused
 
 logger = logging.getLogger(__name__)
@@ -183,8 +183,7 @@ async def _refuse(scope: Message, send: Send, status: int, body: bytes) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
         return
-    for message in json_answer(status, body, (b"connection", b"close")):
-        await send(message)
+    await send_all(send, json_answer(status, body, (b"connection", b"close")))
 
 
 def warn_if_open(host: str, keys: ApiKeys) -> None:

@@ -1,7 +1,7 @@
 """The shape of an ASGI application, as far as our layers around one go."""
 
 import gc
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 Message = MutableMapping[str, Any]
@@ -25,6 +25,23 @@ def json_answer(status: int, body: bytes, *more: tuple[bytes, bytes]) -> tuple[M
     ]
     start = {"type": "http.response.start", "status": int(status), "headers": headers}
     return start, {"type": "http.response.body", "body": body}
+
+
+async def send_all(send: Send, messages: Iterable[Message]) -> None:
+    """Send the messages of a whole answer."""
+    for message in messages:
+        await send(message)
+
+
+def adding_headers(send: Send, more: Callable[[], Iterable[tuple[bytes, bytes]]]) -> Send:
+    """Return a ``send`` that adds headers to an answer; ``more`` is called when it begins."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *more()]
+        await send(message)
+
+    return sending
 
 
 #: New objects before a collection of the youngest generation; such collections before one of the

@@ -37,7 +37,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.router.api_keys import ApiKeyGuard, router_keys, server_hosts
-from dualpath.router.asgi import App, Message, Receive, Send, collect_seldom
+from dualpath.router.asgi import App, Message, Receive, Send, adding_headers, collect_seldom
 from dualpath.router.connections import Connections, uvicorn_protocol
 from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.observe.dashboard.board import Dashboard
@@ -98,12 +98,8 @@ class ConnectionCloser:
             await self._app(scope, receive, send)
             return
 
-        async def send_last(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
-            await send(message)
-
-        await self._app(scope, receive, send_last)
+        close = ((b"connection", b"close"),)
+        await self._app(scope, receive, adding_headers(send, lambda: close))
 
 
 # -------------------------------------------------------------------------------------- validation
@@ -159,13 +155,10 @@ class ModeHeaders:
             await self._app(scope, receive, send)
             return
 
-        async def send_with_mode(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                added = _mode_headers(scope["app"].state.dualpath_registry.mode)
-                message["headers"] = [*message.get("headers", ()), *added]
-            await send(message)
+        def mode_headers() -> list[tuple[bytes, bytes]]:
+            return _mode_headers(scope["app"].state.dualpath_registry.mode)
 
-        await self._app(scope, receive, send_with_mode)
+        await self._app(scope, receive, adding_headers(send, mode_headers))
 
 
 def _mode_headers(mode: Mode | None) -> list[tuple[bytes, bytes]]:

@@ -34,7 +34,7 @@ from dualpath.core.errors import IncompatibleError
 from dualpath.core.transfers import PrefillTransfer, from_transfer_params
 from dualpath.engine.settings import EngineSettings
 from dualpath.router.api_keys import ApiKeys, engine_keys, server_hosts
-from dualpath.router.asgi import App, Message, Receive, Send, json_answer, own_path
+from dualpath.router.asgi import App, Message, Receive, Send, json_answer, own_path, send_all
 from dualpath.router.connections import Connections, uvicorn_protocol
 from dualpath.router.foreign_pages import AllowedHosts
 from dualpath.router.requests.limits import refusal, server_limits
@@ -47,12 +47,10 @@ from dualpath.router.token_api.open_calls import (
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.drain_on_sigterm import drain_engine_core, drain_on_sigterm
 from dualpath.vllm.engine_arguments import CONNECTOR, engine_settings, engine_values
-from dualpath.vllm.two_leg_server import LEG_PATHS, TwoLegServer
+from dualpath.vllm.two_leg_server import LEG_PATHS, MISDIRECTED, TwoLegServer
 
 UNAUTHORIZED = 401
 FORBIDDEN = 403
-#: Misdirected Request: the client should send the request to the router.
-MISDIRECTED = 421
 
 #: Methods that start no computation.
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -124,8 +122,7 @@ class EngineGuard:
         if refused is not None:
             await _refuse(scope, send, *refused)
         elif path == OPEN_CALLS_PATH and role is not None:
-            for message in json_answer(HTTPStatus.OK, self._calls.body()):
-                await send(message)
+            await send_all(send, json_answer(HTTPStatus.OK, self._calls.body()))
         elif may_compute and self._legs is not None and path in LEG_PATHS:
             if (body := await _body(receive)) is not None:
                 await self._legs.serve(scope, body, receive, send)
@@ -282,5 +279,4 @@ async def _refuse(scope: Message, send: Send, status: int, reason: str) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": reason[:120]})
         return
-    for message in refusal(status, reason):
-        await send(message)
+    await send_all(send, refusal(status, reason))

@@ -31,7 +31,16 @@ from dualpath.core.names import in_one_line
 from dualpath.core.transfers import PrefillTransfer, to_transfer_params
 from dualpath.engine.settings import EngineSettings
 from dualpath.router.api_keys import engine_headers
-from dualpath.router.asgi import App, Message, Receive, Send, json_answer, own_path
+from dualpath.router.asgi import (
+    App,
+    Message,
+    Receive,
+    Send,
+    adding_headers,
+    json_answer,
+    own_path,
+    send_all,
+)
 from dualpath.router.requests.limits import refusal
 from dualpath.router.token_api.client import TokenApi, TokenApiClient
 from dualpath.router.token_api.statuses import status_of
@@ -52,7 +61,7 @@ CHAT_PATH = "/v1/chat/completions"
 LEG_PATHS = frozenset({"/v1/completions", CHAT_PATH})
 #: Of an answer of a DE: where the prompt's KV comes from.
 PREFILL_HEADER = "X-DualPath-Prefill"
-#: Misdirected Request: the proxy should send the request to a decode engine.
+#: Misdirected Request: clients should send it to the router, proxies to a decode engine.
 MISDIRECTED = 421
 #: vLLM ends an aborted call in far less.
 ABORT_S = 5.0
@@ -167,8 +176,7 @@ class TwoLegServer:
             else:
                 await self._second(scope, request, params, client, send)
         except DualPathError as error:
-            for message in refusal(status_of(error), str(error)):
-                await send(message)
+            await send_all(send, refusal(status_of(error), str(error)))
         finally:
             client.close()
 
@@ -187,14 +195,12 @@ class TwoLegServer:
                 "this prefill engine computes first legs only: send requests without "
                 "do_remote_decode in kv_transfer_params to a decode engine"
             )
-            for message in refusal(MISDIRECTED, reason):
-                await send(message)
+            await send_all(send, refusal(MISDIRECTED, reason))
             return
         self._refuse_unsupported(request)
         rendered = await self._rendered(scope, request, client)
         if isinstance(rendered, _Answer):
-            for message in rendered.messages:
-                await send(message)
+            await send_all(send, rendered.messages)
             return
         answer = _Answer()
         path = own_path(scope)
@@ -209,12 +215,10 @@ class TwoLegServer:
         if for_second is None:
             if not answer.status:
                 return  # The client has left.
-            for message in answer.messages:
-                await send(message)
+            await send_all(send, answer.messages)
             return
         whole = {**_decoded(answer.body), PARAMETERS: for_second}
-        for message in json_answer(HTTPStatus.OK, msgspec.json.encode(whole)):
-            await send(message)
+        await send_all(send, json_answer(HTTPStatus.OK, msgspec.json.encode(whole)))
 
     def _refuse_unsupported(self, request: Mapping[str, Any]) -> None:
         prompt = request.get("prompt")
@@ -458,11 +462,4 @@ def _with_body(scope: Message, path: str, body: bytes) -> Message:
 def _with_header(send: Send, value: str) -> Send:
     """Return a ``send`` that adds ``PREFILL_HEADER`` to an answer."""
     text = in_one_line(value).encode("ascii", "replace")
-
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            more = [*message.get("headers", ()), (PREFILL_HEADER.lower().encode(), text)]
-            message = {**message, "headers": more}
-        await send(message)
-
-    return sending
+    return adding_headers(send, lambda: [(PREFILL_HEADER.lower().encode(), text)])
