@@ -162,8 +162,8 @@ class CopyTransport:
 
     def connect(self, peer: AgentInfo, views: Sequence[RegionInfo] = ()) -> None:
         """Connect to a peer; raises ``PeerLostError`` if it is not alive."""
-        self.fabric.reach(peer)
         regions = named_regions(peer.regions, views)
+        self.fabric.reach(peer)
         with self._lock:
             self._peers[peer.agent] = regions
 

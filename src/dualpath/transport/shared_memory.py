@@ -44,7 +44,6 @@ from dualpath.transport.contract import (
 )
 from dualpath.transport.copy_transport import CopyTransfer, CopyTransport
 from dualpath.transport.memory import RegisteredMemory, file_path, map_shared
-from dualpath.transport.regions import named_regions
 
 log = logging.getLogger(__name__)
 
@@ -303,7 +302,6 @@ class SharedMemoryTransport(CopyTransport):
 
         With HBM, ``pin`` must follow before transfers are posted.
         """
-        named_regions(peer.regions, views)
         super().connect(peer, views)
         if self._watcher is None:
             self._watcher = threading.Thread(
