@@ -220,7 +220,7 @@ class EngineReport(SchedulerEvent, frozen=True, omit_defaults=True, tag="report"
 
 
 class Submitted(SchedulerEvent, frozen=True, tag="submit"):
-    """A request waits for a PE and a DE; one whose PE or DE is given waits for the other only.
+    """A request waits for a PE and a DE; one with a given PE or DE waits for the other only.
 
     The effect is an assignment if both engines are given, the DE has room and no request waits for
     a DE.  Refused with ``BadRequestError`` for impossible lengths, an id in use, or a length that

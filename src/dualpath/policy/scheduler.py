@@ -19,7 +19,7 @@ well, and finishes.  So that it stays true, requests that hold only a DE release
 again, in order, when engines come or go; when an engine is paused, those that hold only a PE do so
 as well.
 
-*A request whose PE is given* (chosen by a proxy in front of the engines) waits for a DE only, and
+*A request with a given PE* (chosen by a proxy in front of the engines) waits for a DE only, and
 has its PE from the moment it has a DE.  So it never holds a PE while it waits for HBM, and the
 order above stays free of deadlock.  α and β do not apply: the proxy has decided.  A DE that it
 names is taken at once if that overtakes no other request, else a DE is chosen by the rules.

@@ -7,7 +7,7 @@ The protocol is that of vLLM's disaggregated serving.  Both legs are the client'
     leg 2 → DE   do_remote_prefill, and what leg 1 has answered
 
 Each engine is the front end of its own leg, with a link to the scheduler like other front ends
-(``scheduler.remote``).  Leg 1 is an attempt whose PE is given: look-up, read side, reads, layerwise
+(``scheduler.remote``).  Leg 1 is an attempt with a given PE: look-up, read side, reads, layerwise
 prefill and persistence are as always.  Its end is not the attempt's: the attempt is offered to leg
 2 under a *handover name* that both legs know, and the DE's front end takes it
 (``scheduler.handovers``).  The name is the first of these that a leg carries:
@@ -16,12 +16,12 @@ prefill and persistence are as always.  Its end is not the attempt's: the attemp
     transfer_id         as Mooncake's proxies call it; both legs may then be sent at once
     X-Request-Id        the header that proxies send with both legs; likewise
 
-A second leg whose KV is not in the buffer of its DE (``take`` raises) is begun again by the DE's
-front end, as an attempt that only this DE may serve and of which it runs the first leg itself
+If the KV is not in the buffer of the second leg's DE (``take`` raises), the DE's front end begins
+that leg again, as an attempt that only this DE may serve and of which it runs the first leg itself
 (``prefill_elsewhere``): what the first leg has stored are hits.
 
-Names come from outside, so an engine compares the prompt that it was sent with the one whose KV it
-is to use (``core.transfers.prompt_digest``).  What no leg can use is released after a limit.
+Names come from outside, so an engine compares the prompt that it was sent with the prompt of the KV
+that it is to use (``core.transfers.prompt_digest``).  What no leg uses is released after a limit.
 """
 
 import asyncio
@@ -181,7 +181,7 @@ async def prefill_at(
 
 
 class _TakenLeg:
-    """The ``SecondLeg`` whose first leg another engine has run."""
+    """The ``SecondLeg`` of a first leg that another engine has run."""
 
     def __init__(self, attempt: TakenAttempt, hit_tokens: int | None) -> None:
         self.transfer, self.hit_tokens = attempt.transfer, hit_tokens
@@ -191,7 +191,7 @@ class _TakenLeg:
 
 
 class _OwnLeg:
-    """The ``SecondLeg`` whose first leg this engine has run, at another engine."""
+    """The ``SecondLeg`` of a first leg that this engine has run, at another engine."""
 
     def __init__(
         self,

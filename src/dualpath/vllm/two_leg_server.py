@@ -12,7 +12,7 @@ both sides.  The body of a leg is passed on with other ``kv_transfer_params``:
   ``PREFILL_HEADER`` of its answer gives the reason.
 
 A PE computes nothing else: its layers share memory.  ``TransferChecks`` compares the prompt that
-vLLM has tokenised with the one whose KV is used.
+vLLM has tokenised with the prompt of the KV that is used.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class _Answer:
 
 
 class _Client:
-    """The client of one call, whose body has been received: it can only leave."""
+    """The client of one call after its body has been received: it can only leave."""
 
     def __init__(self, receive: Receive) -> None:
         self._leaves = asyncio.create_task(self._until_it_leaves(receive))

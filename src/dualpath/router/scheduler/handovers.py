@@ -5,7 +5,7 @@ With another proxy in front of the engines, each engine is the front end of its 
 know; the second leg's front end, at the decode engine, *takes* it.  Either may come first.
 
 Nothing is left over: an offer that is not taken within ``second_leg_timeout_s`` is closed, as is
-one whose DE is lost, which has sent its second leg to another engine, or whose name is offered
+one that has lost its DE, has its second leg at another engine, or has a name that is offered
 again.  A second leg that waits learns within ``first_leg_timeout_s`` that no first leg runs under
 its name.  An offer belongs to no front end: it outlives the session of the one that made it.
 """
@@ -52,7 +52,7 @@ class Handovers:
         self._offers: dict[str, tuple[Offered, asyncio.TimerHandle]] = {}
         #: By name: the engine at which a second leg waits, and what it waits for.
         self._waiting: dict[str, tuple[str, asyncio.Future[Offered]]] = {}
-        #: Names of attempts whose first leg runs, and the name of each attempt's handover.
+        #: Names of attempts with a running first leg, and the name of each attempt's handover.
         self._first_legs: dict[str, int] = {}
         self._handover_of: dict[str, str] = {}
 
@@ -105,7 +105,7 @@ class Handovers:
         offered.broken.add_done_callback(lambda broken: self._broken(name, offered, broken))
 
     async def take(self, name: str, engine_id: str) -> Offered:
-        """Return the attempt of this name, whose KV is in the buffer of this decode engine.
+        """Return the attempt of this name; its KV is in the buffer of this decode engine.
 
         Waits for a first leg that runs or begins within ``first_leg_timeout_s``.  Raises
         ``DeadlineError`` without one, ``TransportError`` if the KV is at another engine (the
