@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("vllm")
 
@@ -121,6 +123,9 @@ def test_stored_prompts_were_loaded_for_them(servers: Servers) -> None:
 
 ENDLESS = {"max_tokens": 3000, "ignore_eos": True, "temperature": 1.0}
 
+#: The Anthropic API has no `ignore_eos`: a grammar forbids the end of the text for as long.
+LONG_TEXT = {"format": {"type": "json_schema", "schema": {"type": "string", "minLength": 3000}}}
+
 
 @pytest.mark.parametrize(
     "case",
@@ -130,14 +135,15 @@ ENDLESS = {"max_tokens": 3000, "ignore_eos": True, "temperature": 1.0}
         completion("sampled by the decode engine alone", seed=3, **ENDLESS),
         chat("streamed", stream=True, **ENDLESS),
         responses("streamed", stream=True, max_output_tokens=3000, ignore_eos=True),
-        messages("streamed", stream=True, max_tokens=3000, stop_sequences=["no such text"]),
+        messages("streamed", stream=True, max_tokens=3000, output_config=LONG_TEXT,
+                 stop_sequences=["no such text"]),
     ],
     ids=named,
-)
+)  # fmt: skip
 def test_a_client_that_leaves_frees_both_engines(case: Case, servers: Servers) -> None:
     cluster = servers.cluster
     cluster.wait_idle()
-    before = free_hbm_tokens(cluster)
+    before, cancelled = free_hbm_tokens(cluster), cancelled_requests(cluster)
     connection = http.client.HTTPConnection(urlsplit(cluster.url).netloc, timeout=GUARD_S)
     headers = {"Content-Type": "application/json"}
     connection.request(case.method, case.path, json.dumps(case.body), headers)
@@ -147,6 +153,20 @@ def test_a_client_that_leaves_frees_both_engines(case: Case, servers: Servers) -
     connection.close()
     cluster.wait_idle()
     until(lambda: free_hbm_tokens(cluster) == before, "HBM of both engines free again")
+    samples = case.body.get("n", 1)  # Each is a request of its own at the scheduler.
+    until(lambda: cancelled_requests(cluster) == cancelled + samples, "counted as cancelled")
+
+
+def cancelled_requests(cluster: EngineCluster) -> float:
+    """Return how many requests ended because their client had left."""
+    with urlopen(f"{cluster.url}/metrics", timeout=GUARD_S) as reply:
+        (sample,) = (
+            sample
+            for family in text_string_to_metric_families(reply.read().decode())
+            for sample in family.samples
+            if sample.name == "dualpath:requests_total" and sample.labels["outcome"] == "cancelled"
+        )
+    return float(sample.value)
 
 
 def free_hbm_tokens(cluster: EngineCluster) -> dict[str, int]:
