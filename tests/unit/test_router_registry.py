@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from tests.unit.router_fakes import FakeEngine
 
-from dualpath.core.cluster import Role, Writer
+from dualpath.core.cluster import GroupRank, Role, Writer
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.sessions import Event
 from dualpath.router.scheduler import registry as registry_module
@@ -58,6 +58,34 @@ async def test_the_group_of_a_lost_engine_may_change_its_role() -> None:
     admission = registry.admit(hello)
     assert admission is not None
     assert admission.event is Event.REGISTERS
+
+
+@pytest.mark.parametrize(
+    ("given", "rank", "fetches_with"),
+    [
+        ("prefill", None, "prefill@node-7"),
+        ("fast", None, "fast"),
+        ("prefill", GroupRank("pe-3", "1", 0, 2), "prefill@pe-3"),
+    ],
+    ids=["a node's engines", "a group that was given", "a data-parallel group on several nodes"],
+)
+async def test_by_node_the_engines_of_a_node_and_role_fetch_together(
+    given: str, rank: GroupRank | None, fetches_with: str
+) -> None:
+    registry = Registry(by_node=True)
+    hello = FakeEngine("p0", Role.PREFILL, set()).hello()
+    hello = msgspec.structs.replace(hello, group=given, node="node-7", dp=rank)
+    admission = registry.admit(hello)
+    assert admission is not None
+    assert admission.engine.info.group == fetches_with
+
+
+async def test_a_node_may_have_engines_of_both_roles() -> None:
+    registry = Registry(by_node=True)
+    for engine_id, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+        hello = FakeEngine(engine_id, role, set()).hello()
+        registry.admit(msgspec.structs.replace(hello, group=role.value, node="node-7"))
+    assert {engine.info.group for engine in registry.all()} == {"prefill@node-7", "decode@node-7"}
 
 
 async def test_a_replaced_process_may_return_once_its_successor_is_lost() -> None:

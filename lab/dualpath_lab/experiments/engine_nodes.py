@@ -46,14 +46,15 @@ def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup
     separate link in the lab.  A group's engines share their node's CNIC in the lab; here each has
     its own.
     """
+    nodes_per_group = 1 if nodes.engine_groups == "node" else 0
     cluster = ClusterSettings(
         prefill_nodes=lab.prefill,
         decode_nodes=lab.decode,
         gpus_per_node=nodes.prefill_tp * nodes.dp,
         prefill_tp=nodes.prefill_tp,
         decode_tp=nodes.decode_tp,
-        prefill_nodes_per_group=0,
-        decode_nodes_per_group=0,
+        prefill_nodes_per_group=nodes_per_group,
+        decode_nodes_per_group=nodes_per_group,
         lockstep=False,
         snic_bytes_per_s=lab.snic_bytes_per_s,
         # Writes are not throttled in the lab.
@@ -118,6 +119,7 @@ class EmulatedEngines:
             beta_tokens=derived.beta_tokens,
             dram_tier=self._nodes.dram_tier,
             recompute_limit_s=self._nodes.recompute_limit_s,
+            engine_groups=self._nodes.engine_groups,
         )
         router = ["emulate", "router", *arguments(options), *arguments(settings)]
         engines = [
@@ -249,6 +251,7 @@ class VllmEngines:
             hbm_bytes=nodes.hbm_bytes,
             buffer_bytes=nodes.buffer_bytes,
             dram_tier=nodes.dram_tier,
+            engine_groups=nodes.engine_groups,
             compute_quota_s=nodes.compute_quota_s,
             alpha_tokens=int(seconds * lab.snic_bytes_per_s / nodes.kv_bytes_per_token),
             nixl_engine_config={"TCP_PORT_RANGE": lab.kv_ports},

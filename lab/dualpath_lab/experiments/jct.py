@@ -399,7 +399,8 @@ def lab_run_of(
 def engines_of(settings: JctSettings) -> Engines:
     """Return the kind of engines."""
     if settings.vllm:
-        return VllmEngines(VllmNodes(model=settings.vllm))
+        groups = settings.emulated.engine_groups
+        return VllmEngines(VllmNodes(model=settings.vllm, engine_groups=groups))
     return EmulatedEngines(settings.emulated)
 
 
@@ -433,6 +434,11 @@ def setting_lines(settings: JctSettings, suffix: str = "") -> tuple[str, ...]:
         )
     return (
         _vllm_line(settings.vllm) if settings.vllm else engines,
+        *(
+            ["The engines of a node fetch requests together."]
+            if nodes.engine_groups == "node"
+            else []
+        ),
         f"Agents: {settings.agents_per_node} per node, windows of {chosen.turns} turns of "
         f"{Path(chosen.trace).name}{', all equal' if chosen.even else ''}, token counts times "
         f"{chosen.scale:g}, those of turns in addition times {chosen.scale_append:g} (append) and "

@@ -22,7 +22,7 @@ from dualpath.engine.settings import (
 )
 from dualpath.launch.settings import HbmBytes
 from dualpath.policy.rebalance import RebalanceSettings
-from dualpath.router.settings import DramTier, RecomputeLimit
+from dualpath.router.settings import DramTier, EngineGroups, RecomputeLimit
 from dualpath.vllm.front_end_settings import BlockTokens, Dtype, MaxModelLen
 from dualpath.workload.formats import SkipBroken
 from dualpath.workload.replay.client import SentHintsSetting, ToolDelaysSetting
@@ -160,6 +160,7 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
     dram_bytes: DramBytes = 0
     dram_tier: DramTier = False
     recompute_limit_s: RecomputeLimit = 0.0
+    engine_groups: EngineGroups = "role"
     storage_protection: StorageProtection = "none"
     hbm_bytes: HbmBytes = 768 << 20
     layer_buffers: LayerBuffers = 2
@@ -216,6 +217,7 @@ class VllmNodes(Settings, frozen=True, kw_only=True):
     hbm_bytes: HbmBytes = 512 << 20
     buffer_bytes: BufferBytes = 512 << 20
     dram_tier: DramTier = False
+    engine_groups: EngineGroups = "role"
     compute_quota_s: ComputeQuota = 4.0
 
     def check(self) -> None:

@@ -194,8 +194,9 @@ class Register(Message, frozen=True, tag=True):
     of earlier sessions: for ``unsettled`` attempts this PE has not seen the transfers end; one of
     ``writers`` may still write to the slots of ``quarantined`` attempts in this DE's buffer.
 
-    ``api_url`` is the base URL of the engine's own HTTP server; ``node`` and ``group`` place it
-    (§6.1: engines of one node share a group, and a storage NIC).  ``hbm_tokens`` and
+    ``api_url`` is the base URL of the engine's own HTTP server.  Engines of one ``node`` share a
+    storage NIC.  ``group`` is the name of its role, or the scheduling group (§6.1) that it was
+    given, which counts before the scheduler's ``engine_groups``.  ``hbm_tokens`` and
     ``buffer_tokens`` are capacities in tokens; ``limits`` are the engine's limits that the front
     end enforces (``max_model_len``, ``vocab_size``, ``served_model_name`` …), ``rates`` its
     measured or configured speeds, ``adapters`` the LoRA adapters that requests may name.  ``dp`` is

@@ -234,9 +234,9 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     node: Annotated[
         str, Setting("engines of one node share a storage NIC; empty: a node of its own")
     ] = ""
-    group: Annotated[str, Setting("scheduling group, one role each; empty: one group per role")] = (
-        ""
-    )
+    group: Annotated[
+        str, Setting("scheduling group, one role each; empty: by the scheduler's engine_groups")
+    ] = ""
     buffer_bytes: BufferBytes = 1 << 30
     dram_bytes: DramBytes = 0
     dram_dir: DramDir = ""
@@ -415,7 +415,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
 
     @property
     def group_name(self) -> str:
-        """The scheduling group; by default one per role."""
+        """The scheduling group that it was given, else its role's name."""
         return self.group or self.role.value
 
     def layers_in_hbm(self, layers: int) -> int:

@@ -36,6 +36,7 @@ from dualpath.router.settings import (
     AppendAtDecode,
     BetaTokens,
     DramTier,
+    EngineGroups,
     EventLog,
     FrontEnds,
     OpenMetrics,
@@ -131,6 +132,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     beta_tokens: BetaTokens = None
     recompute_limit_s: RecomputeLimit = 0.0
     append_at_decode_tokens: AppendAtDecode = 0
+    engine_groups: EngineGroups = "role"
     served_model_names: ServedNames = ()
     enforce_eager: Annotated[
         bool | None,

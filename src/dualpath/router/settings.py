@@ -3,7 +3,7 @@
 The annotated types are the declarations that a cluster on one machine shares with its router.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -66,6 +66,14 @@ AppendAtDecode = Annotated[
         "a decode engine that has a request's hit in its buffer, or reads it, computes up to this "
         "many tokens behind it, without a prefill engine; 0: a prefill engine computes them",
         ge=0,
+    ),
+]
+EngineGroups = Annotated[
+    Literal["role", "node"],
+    Setting(
+        "which engines fetch requests together: role: all of a role; node: those of a role and "
+        "node, a data-parallel group on its own, as in the paper; an engine's own group counts "
+        "before this"
     ),
 ]
 DramTier = Annotated[
@@ -176,6 +184,7 @@ class RouterSettings(Settings, frozen=True):
     ] = 60.0
     recompute_limit_s: RecomputeLimit = 0.0
     append_at_decode_tokens: AppendAtDecode = 0
+    engine_groups: EngineGroups = "role"
     read_margin_s: Annotated[
         float,
         Setting(

@@ -236,6 +236,18 @@ def check_registration(
         raise EngineRefusedError(ControlRefusal.ADAPTERS, f"{name} {'; it '.join(lacking)}")
 
 
+def node_group(hello: Register) -> str:
+    """Return the group with which an engine fetches as in §6.1: a node's engines of one role.
+
+    A data-parallel group is one: its ranks may be on several nodes.  A group that the engine was
+    given counts before both.
+    """
+    role = hello.address.role.value
+    if hello.group != role:
+        return hello.group
+    return f"{role}@{hello.dp.group if hello.dp is not None else hello.node}"
+
+
 def _check_settings(name: str, hello: Register) -> None:
     if hello.hbm_tokens < 1 or hello.buffer_tokens < 0 or (hello.snic_bytes_per_s or 1) <= 0:
         raise EngineRefusedError(
@@ -354,6 +366,7 @@ class Registry:
     What a message of one engine needs (its session, its group, the live engines of its machine) is
     found by an index, without a look at the other engines.
 
+    ``by_node``: the engines of a node fetch together (``node_group``), else those of a role.
     ``exclusive_ids``: an orchestrator ends a process before it starts another one of the same
     ``engine_id``, so that a registration from another machine proves the former process's death.
     """
@@ -364,8 +377,10 @@ class Registry:
         adapters: ServedAdapters | None = None,
         *,
         exclusive_ids: bool = False,
+        by_node: bool = False,
     ) -> None:
         self._exclusive_ids = exclusive_ids
+        self._by_node = by_node
         self.mode = mode
         self.adapters = adapters or ServedAdapters({})
         self.namespace: StoreNamespace | None = None
@@ -386,6 +401,8 @@ class Registry:
 
         Raises ``EngineRefusedError`` if the engine may not join.
         """
+        if self._by_node:
+            hello = msgspec.structs.replace(hello, group=node_group(hello))
         ranks = self._starts.of(hello.dp.start) if hello.dp is not None else ()
         neighbours = [engine.info for engine in self._groups.of(hello.group)]
         check_registration(hello, self.namespace, self.mode, self.adapters, ranks, neighbours)

@@ -105,6 +105,7 @@ class Scheduler:
             settings.mode,
             ServedAdapters(adapter_paths or {}),
             exclusive_ids=settings.exclusive_engine_ids,
+            by_node=settings.engine_groups == "node",
         )
         self.server = ControlServer(
             self.registry,
