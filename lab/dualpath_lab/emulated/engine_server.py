@@ -32,7 +32,12 @@ from dualpath.router.http.server import (
 )
 from dualpath.router.requests.limits import ArrivingBodies, BodyRefusedError
 from dualpath.router.token_api.client import TokenApiClient
-from dualpath.router.token_api.open_calls import OPEN_CALLS_PATH, OpenCallList
+from dualpath.router.token_api.open_calls import (
+    CALL_HEADER,
+    OPEN_CALLS_PATH,
+    OpenCallList,
+    named_call,
+)
 from dualpath.router.token_api.statuses import (
     BAD_REQUEST,
     UNPROCESSABLE,
@@ -246,22 +251,35 @@ class EngineServer:
         )
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """List a call as open once its body has arrived, as ``EngineGuard`` does, and answer it."""
         try:
-            generate = decode_body(
-                await read_body(request, self._bodies), GenerateRequest[Sampling]
-            )
-            params = leg_parameters(generate.kv_transfer_params)
+            body = await read_body(request, self._bodies)
         except DualPathError as error:
             return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)
         except BodyRefusedError as error:
             return body_refused(error)
+        name = request.headers.get(CALL_HEADER)
+        if name is None:
+            return await self._answer(request, body, lambda: None)
+        with self._calls.open(named_call(name.encode("latin-1"))) as sent:
+            return await self._answer(request, body, sent)
+
+    async def _answer(
+        self, request: web.Request, body: bytes, sent: Callable[[], None]
+    ) -> web.StreamResponse:
+        """Answer a call; ``sent`` is called at each sending of a streamed answer."""
+        try:
+            generate = decode_body(body, GenerateRequest[Sampling])
+            params = leg_parameters(generate.kv_transfer_params)
+        except DualPathError as error:
+            return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)
         if self._legs is None or not (params.do_remote_decode or params.do_remote_prefill):
-            return await self._run(request, generate)
+            return await self._run(request, generate, sent)
         header = request.headers.get(REQUEST_ID_HEADER, "")
         try:
             if params.do_remote_decode:
-                return await self._first_leg(self._legs, request, generate, params, header)
-            return await self._second_leg(self._legs, request, generate, params, header)
+                return await self._first_leg(self._legs, request, generate, params, header, sent)
+            return await self._second_leg(self._legs, request, generate, params, header, sent)
         except DualPathError as error:
             return json_answer({"error": api_error(error)}, status_of(error))
 
@@ -272,6 +290,7 @@ class EngineServer:
         generate: GenerateRequest[Sampling],
         params: LegParameters,
         header: str,
+        sent: Callable[[], None],
     ) -> web.StreamResponse:
         answer: web.StreamResponse = web.Response()
 
@@ -279,7 +298,7 @@ class EngineServer:
             nonlocal answer
             generate.kv_transfer_params = to_transfer_params(transfer)
             generate.stream, generate.sampling_params.max_tokens = False, 1
-            answer = await self._run(request, generate)
+            answer = await self._run(request, generate, sent)
             return answer.status == HTTPStatus.OK
 
         prompt = Prompt(generate.token_ids, generate.cache_salt)
@@ -298,6 +317,7 @@ class EngineServer:
         generate: GenerateRequest[Sampling],
         params: LegParameters,
         header: str,
+        sent: Callable[[], None],
     ) -> web.StreamResponse:
         """Answer a second leg; unlike vLLM's, this engine cannot compute a prompt itself."""
         reason = "failed"
@@ -309,7 +329,7 @@ class EngineServer:
             attempt = await legs.prefill_elsewhere(prompt, compute)
         try:
             generate.kv_transfer_params = to_transfer_params(attempt.transfer)
-            answer = await self._run(request, generate)
+            answer = await self._run(request, generate, sent)
             if answer.status == HTTPStatus.OK:
                 attempt.decoding_started()
                 await attempt.decoded()
@@ -319,7 +339,10 @@ class EngineServer:
             attempt.close(reason)
 
     async def _run(
-        self, request: web.Request, generate: GenerateRequest[Sampling]
+        self,
+        request: web.Request,
+        generate: GenerateRequest[Sampling],
+        sent: Callable[[], None],
     ) -> web.StreamResponse:
         """Answer a request that carries its transfer."""
         try:
@@ -329,14 +352,13 @@ class EngineServer:
         except DualPathError as error:
             return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)
         answers: asyncio.Queue[Answer] = asyncio.Queue()
-        with self._calls.open(generate.request_id) as sent:
-            abort = self._admission.submit(generate, transfer, prefix, self._bridge.into(answers))
-            try:
-                if generate.stream:
-                    return await self._stream(request, generate, answers, sent)
-                return await self._whole(generate.request_id, answers)
-            finally:
-                abort()
+        abort = self._admission.submit(generate, transfer, prefix, self._bridge.into(answers))
+        try:
+            if generate.stream:
+                return await self._stream(request, generate, answers, sent)
+            return await self._whole(generate.request_id, answers)
+        finally:
+            abort()
 
     async def _whole(self, request_id: str, answers: "asyncio.Queue[Answer]") -> web.Response:
         token_ids: list[int] = []
