@@ -298,7 +298,7 @@ async def _cluster(settings: SchedulerSettings, nodes: str, folder: Path) -> Asy
             link = LinkSettings(scheduler=scheduler.front_ends, front_end_name=f"f{number}")
             connection = CountingLink(scheduler.front_ends, engines.message_counts, frames)
             service = LinkedFrontEnd(
-                RouterSettings(), link, StubCalls(engines), connection=connection
+                RouterSettings(), link, StubCalls(engines), connections=(connection,)
             )
             await service.start()
             stack.push_async_callback(service.stop)

@@ -18,6 +18,7 @@ from dualpath.router.requests.request import Attempt
 from dualpath.router.scheduler.leadership import FileLeadership, bound, stop_when_lost
 from dualpath.router.scheduler.leases import LeasedLeadership
 from dualpath.router.scheduler.link_messages import FromFrontEnd, FromScheduler
+from dualpath.router.scheduler.remote import RemoteScheduling
 from dualpath.router.service import RouterService
 from dualpath.router.settings import LinkSettings, RouterSettings
 from dualpath_lab.emulated.router_server import EngineClient
@@ -231,7 +232,7 @@ class SimFrontEnd(ClientEndpoint):
             LinkSettings(scheduler=ADDRESS, front_end_name=name),
             EngineClient(api),
             self.loop.time,
-            connection=SimLink(shared.links, self.loop),
+            connections=(SimLink(shared.links, self.loop),),
             epoch=self.name,
         )
         self._watch_streams()
@@ -244,7 +245,10 @@ class SimFrontEnd(ClientEndpoint):
 
     def _watch_streams(self) -> None:
         """Check that decoding streams outlive the scheduler: their tokens come from an engine."""
-        link = self.service.link
+        for link in self.service.links.values():
+            self._watch_streams_of(link)
+
+    def _watch_streams_of(self, link: RemoteScheduling) -> None:
         ended = link._session._end
 
         def watched(reason: str) -> None:
@@ -276,17 +280,17 @@ class SimFrontEnd(ClientEndpoint):
 
     def held_when_idle(self) -> list[str]:
         """Return descriptions of what the process still holds without requests."""
-        link, (waiting, running) = self.service.link, self.service.counts()
-        attempts, calls = link.pending
+        links, (waiting, running) = self.service.links.values(), self.service.counts()
         found = {
             "waiting requests": waiting,
             "running requests": running,
-            "attempts": attempts,
-            "calls": calls,
-            "attempts without a session": len(link.orphans),
+            "attempts": sum(link.pending[0] for link in links),
+            "calls": sum(link.pending[1] for link in links),
+            "attempts without a session": sum(len(link.orphans) for link in links),
             "clients": self.clients,
         }
-        missing = [] if self.serves and link.session else [f"{self.name} has no session"]
+        joined = self.serves and all(link.session for link in links)
+        missing = [] if joined else [f"{self.name} has no session"]
         return missing + [f"{self.name}: {what} {count}" for what, count in found.items() if count]
 
 
@@ -339,7 +343,8 @@ class FrontEnds:
         there = {info.writer.id for info in engines}
         found = []
         for one in self.serving:
-            known = {info.writer.id for info in one.service.link.engines.alive()}
+            links = one.service.links.values()
+            known = {info.writer.id for link in links for info in link.engines.alive()}
             if known != there:
                 found.append(
                     f"{one.name} knows lost engines {known - there} and lacks {there - known}"

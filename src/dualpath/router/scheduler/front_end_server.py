@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dualpath.core.control import (
-    Ack,
     Deregister,
     Envelope,
     Refused,
@@ -130,6 +129,8 @@ class FrontEndSession:
         self._listeners: dict[str, _Listener] = {}
         self._attempts: dict[str, EngineAttempt] = {}
         self._placed: set[str] = set()
+        #: Prompt tokens of the attempts.
+        self.prompt_tokens = 0
         self._refused: dict[str, DualPathError] = {}
         self._tasks: dict[asyncio.Task[None], str] = {}
 
@@ -183,7 +184,7 @@ class FrontEndSession:
             request.end()
         self._requests.clear()
         self._keys.clear()
-        held = len(self._attempts) + len(self._placed) + len(self._listeners)
+        held = len(self._attempts) + len(self._placed) + len(self._listeners) + self.prompt_tokens
         assert held == 0, "a closed session holds no attempt"
 
     def _named(self, names: Iterable[tuple[str, str]]) -> list[EngineInfo]:
@@ -221,6 +222,7 @@ class FrontEndSession:
 
     def _own(self, name: str, attempt: "EngineAttempt", listener: _Listener) -> None:
         self._attempts[name], self._listeners[name] = attempt, listener
+        self.prompt_tokens += attempt.prompt_tokens
         attempt.broken.add_done_callback(lambda broken: self._broken(name, attempt, broken))
 
     async def _offer(self, message: m.OfferAttempt) -> None:
@@ -229,6 +231,7 @@ class FrontEndSession:
         request = self._requests.pop(message.request_id, None)
         if attempt is None or request is None:
             raise EngineLostError(f"attempt {message.attempt_id} is closed")
+        self.prompt_tokens -= attempt.prompt_tokens
         self._keys.pop(message.request_id)
         self._placed.discard(message.attempt_id)
         listener = self._listeners.pop(message.attempt_id)
@@ -307,6 +310,7 @@ class FrontEndSession:
         self._scheduler.handovers.first_leg_ended(attempt_id)
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is not None:
+            self.prompt_tokens -= attempt.prompt_tokens
             for work, name in list(self._tasks.items()):
                 if name == attempt_id:
                     work.cancel()
@@ -464,10 +468,27 @@ class FrontEndServer:
 
     def _acknowledge(self) -> None:
         now_s = self._clock()
-        for front_end in self._front_ends.values():
-            quiet = now_s - front_end.spoken_s >= HEARTBEAT_S
-            if front_end.live and (front_end.talk.ack_pending or quiet):
-                self._post(front_end, front_end.talk.send_lossy(Ack()))
+        self._report_load(
+            front_end
+            for front_end in self._front_ends.values()
+            if front_end.talk.ack_pending or now_s - front_end.spoken_s >= HEARTBEAT_S
+        )
+
+    def load_changed(self) -> None:
+        """Report the load of this unit to all front ends now."""
+        self._report_load(self._front_ends.values())
+
+    def _report_load(self, receivers: Iterable[_FrontEndState]) -> None:
+        live = [one for one in receivers if one.session is not None]
+        if not live:
+            return
+        sessions = [one.session for one in self._front_ends.values() if one.session is not None]
+        tokens = self._scheduler.own_prompt_tokens() + sum(one.prompt_tokens for one in sessions)
+        for front_end in live:
+            assert front_end.session is not None
+            others_tokens = tokens - front_end.session.prompt_tokens
+            load = m.UnitLoad(others_tokens, self._scheduler.draining)
+            self._post(front_end, front_end.talk.send_lossy(load))
 
     def _received(self, identity: bytes, frames: Sequence[bytes]) -> None:
         try:
@@ -576,6 +597,7 @@ class FrontEndServer:
             self._scheduler, lambda message: self._send(front_end, message)
         )
         self._send(front_end, self._engines_update())
+        self._report_load([front_end])
 
     def _lose(self, front_end: _FrontEndState, reason: str) -> None:
         session, front_end.session = front_end.session, None
