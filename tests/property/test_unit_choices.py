@@ -15,6 +15,7 @@ units = st.tuples(
             st.just(name),
             st.booleans(),
             st.booleans(),
+            st.booleans(),
             st.integers(0, 2000),
             st.integers(0, 2000),
             st.sampled_from((64, 1 << 62)),
@@ -57,9 +58,12 @@ def test_no_choice_is_worse_than_another_unit_allows(steps) -> None:
         assert choice.reason in UNIT_REASONS
         chosen = next(unit for unit in states if unit.name == choice.unit)
 
-        def rank(unit: UnitState) -> tuple[bool, bool, bool, bool]:
+        def rank(unit: UnitState) -> tuple[bool, ...]:
             fits = unit.longest_prompt_tokens >= turn.prompt_tokens
-            return not unit.serves, unit.draining, unit.name in failed, not fits
+            return (
+                *(not unit.serves, unit.silent, unit.draining),
+                *(unit.name in failed, not fits),
+            )
 
         best = min(map(rank, states))
         assert rank(chosen) == best
@@ -106,9 +110,3 @@ def test_new_sessions_leave_units_of_one_size_apart_by_one_prompt_at_most(prompt
         policy.choose(Turn(f"r{number}", tokens, (str(number).encode(),)), states)
     own = list(map(policy.own_tokens, NAMES))
     assert max(own) - min(own) <= max(prompts, default=0)
-
-
-@given(plays)
-def test_homes_are_bounded(steps) -> None:
-    policy = play(steps, lambda policy, turn, states, failed: policy.choose(turn, states, failed))
-    assert len(policy._homes) <= 16

@@ -10,6 +10,7 @@ from dualpath.policy.units import (
     HOME_FAILED,
     HOME_FULL,
     HOME_LOST,
+    HOME_SILENT,
     HOME_SMALL,
     LOAD,
     NONE_SERVES,
@@ -124,6 +125,7 @@ def test_names_are_spread_over_units_and_an_added_unit_moves_few() -> None:
     ("home", "failed", "reason"),
     [
         (without(A, serves=False), (), HOME_LOST),
+        (without(A, silent=True), (), HOME_SILENT),
         (without(A, draining=True), (), HOME_DRAINING),
         (A, ("A",), HOME_FAILED),
         (without(A, longest_prompt_tokens=99), (), HOME_SMALL),
@@ -174,6 +176,11 @@ def test_a_draining_unit_serves_if_it_is_the_only_one() -> None:
     assert UnitPolicy().choose(unnamed("r", "a"), [draining, without(B, serves=False)]).unit == "A"
 
 
+def test_a_silent_unit_serves_if_it_is_the_only_one() -> None:
+    silent = without(A, silent=True)
+    assert UnitPolicy().choose(unnamed("r", "a"), [silent, without(B, serves=False)]).unit == "A"
+
+
 def test_if_no_unit_serves_one_of_them_returns_its_error() -> None:
     units = [without(A, serves=False), without(B, serves=False)]
     assert UnitPolicy().choose(unnamed("r", "a"), units).reason == NONE_SERVES
@@ -186,8 +193,7 @@ def test_a_prompt_that_fits_in_no_buffer_goes_where_it_is_refused() -> None:
 
 def test_the_homes_that_are_remembered_are_bounded_and_the_latest_used_stay() -> None:
     policy = UnitPolicy(most_homes=2)
-    for name in ("one", "two"):
+    names = ("one", "two", "one", "three", "one", "four", "one")
+    for name in names:
         at_home(policy, A, named(name, name))
-    policy.choose(named("again", "one"), [A])
-    at_home(policy, A, named("three", "three"))
-    assert [policy.home("", name) for name in ("one", "two", "three")] == ["A", None, "A"]
+    assert [policy.home("", name) for name in ("one", "two", "four")] == ["A", None, "A"]

@@ -4,8 +4,9 @@ Front ends may know several units over one storage (``router.scheduler.units``).
 KV is a hit in every unit; what engines cache in DRAM is a hit in their own unit only.  So a session
 stays at its unit as long as that unit can serve it and is not loaded much more than another one:
 
-1. Of the units that serve, those are left out that an operator drains, in which an attempt at this
-   request has failed, or that have no buffer for its prompt; unless no others are left.
+1. Of the units that serve, those are left out that are silent, that an operator drains, in which an
+   attempt at this request has failed, or that have no buffer for its prompt; unless no others are
+   left.
 2. A session stays at its *home*, the unit of its last turn, if the home is among the rest and its
    load is at most ``SLACK`` above the least load.
 3. Else a session with a name takes the first unit in an order that follows from its name alone, by
@@ -22,44 +23,48 @@ No clock, no I/O, no randomness: front ends with equal calls make equal choices.
 """
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from dualpath.core.blocks import BlockKey
+from dualpath.core.recent import Recent
 
 #: A session leaves its home if the home's load is larger than the least load by more than this: by
 #: a quarter of what its decode engines hold.  Beyond, waiting there costs more than reading the
 #: session's context from storage once.
 SLACK = 0.25
-#: Homes that are remembered: two for each turn of a session without a name, one for each name.
+#: Homes that are remembered, see ``Recent``: one for each session with a name, two for each turn of
+#: one without.
 MOST_HOMES = 1 << 16
 
 AFFINITY, HASH, LOAD, NONE_SERVES = "affinity", "hash", "load", "none-serves"
 #: Why a session's home was not taken.
-HOME_LOST, HOME_DRAINING, HOME_FAILED, HOME_SMALL, HOME_FULL = (
-    *("home-lost", "home-draining", "home-failed", "home-small", "home-full"),
+HOME_LOST, HOME_SILENT, HOME_DRAINING, HOME_FAILED, HOME_SMALL, HOME_FULL = (
+    *("home-lost", "home-silent", "home-draining", "home-failed", "home-small", "home-full"),
 )
 #: Reasons of choices.
 UNIT_REASONS = (
     *(AFFINITY, HASH, LOAD, NONE_SERVES),
-    *(HOME_LOST, HOME_DRAINING, HOME_FAILED, HOME_SMALL, HOME_FULL),
+    *(HOME_LOST, HOME_SILENT, HOME_DRAINING, HOME_FAILED, HOME_SMALL, HOME_FULL),
 )
 
 
 class UnitState(msgspec.Struct, frozen=True):
     """What a front end knows of a unit.
 
-    ``serves``: it has a session with its scheduler, and engines of both roles.  ``draining``: an
-    operator has asked that it gets no new requests.  ``capacity_tokens`` ≥ 0 is what the HBM of its
-    decode engines holds, ``others_tokens`` ≥ 0 the prompt tokens of the requests that it has of
-    other front ends, ``longest_prompt_tokens`` the longest prompt that one of its buffers holds.
+    ``serves``: the front end has a session with its scheduler, and it has engines of both roles.
+    ``silent``: its scheduler has no session or has sent nothing for several heartbeats.
+    ``draining``: an operator has asked that it gets no new requests.  ``capacity_tokens`` ≥ 0 is
+    what the HBM of its decode engines holds, ``others_tokens`` ≥ 0 the prompt tokens of the
+    requests that it has of other front ends, ``longest_prompt_tokens`` the longest prompt that one
+    of its buffers holds.
     """
 
     name: str
     serves: bool
+    silent: bool = False
     draining: bool = False
     capacity_tokens: int = 1
     others_tokens: int = 0
@@ -87,9 +92,8 @@ class UnitPolicy:
     """The choices of one front end; ``most_homes`` ≥ 1 are remembered, the latest used."""
 
     def __init__(self, most_homes: int = MOST_HOMES) -> None:
-        self._most_homes = most_homes
         #: By a session's tenant and name, or by the key of the last block of a prompt or answer.
-        self._homes: OrderedDict[object, str] = OrderedDict()
+        self._homes: Recent[Hashable, str] = Recent(most_homes)
         #: The unit and the prompt tokens of each request that has not ended.
         self._charged: dict[str, tuple[str, int]] = {}
         self._own_tokens: dict[str, int] = {}
@@ -123,7 +127,7 @@ class UnitPolicy:
 
     def home(self, tenant: str, session_id: str) -> str | None:
         """Return the unit of a named session's last turn, None if it is not known."""
-        return self._homes.get((tenant, session_id))
+        return self._homes.last([(tenant, session_id)])
 
     def load(self, unit: UnitState) -> float:
         """Return a unit's load, by what it reports and the requests of this front end."""
@@ -140,6 +144,7 @@ class UnitPolicy:
         serving = [unit for unit in units if unit.serves]
         pool = serving or list(units)
         for may_take in (
+            lambda unit: not unit.silent,
             lambda unit: not unit.draining,
             lambda unit: unit.name not in failed,
             lambda unit: unit.longest_prompt_tokens >= turn.prompt_tokens,
@@ -159,18 +164,11 @@ class UnitPolicy:
 
     def _home(self, turn: Turn) -> str | None:
         if turn.session_id:
-            return self._homes.get((turn.tenant, turn.session_id))
-        return next((self._homes[key] for key in reversed(turn.keys) if key in self._homes), None)
+            return self.home(turn.tenant, turn.session_id)
+        return self._homes.last(turn.keys)
 
     def _remember(self, turn: Turn, keys: Sequence[BlockKey], unit: str) -> None:
-        names: Iterable[object] = keys[-1:]
-        if turn.session_id:
-            names = [(turn.tenant, turn.session_id)]
-        for name in names:
-            self._homes[name] = unit
-            self._homes.move_to_end(name)
-        while len(self._homes) > self._most_homes:
-            self._homes.popitem(last=False)
+        self._homes.note([(turn.tenant, turn.session_id)] if turn.session_id else keys[-1:], unit)
 
     def _charge(self, unit: str, tokens: int) -> None:
         left = self._own_tokens.get(unit, 0) + tokens
@@ -202,6 +200,8 @@ def _why_left(
         return HOME_LOST
     if home in loads:
         return HOME_FULL
+    if state.silent:
+        return HOME_SILENT
     if state.draining:
         return HOME_DRAINING
     return HOME_FAILED if home in failed else HOME_SMALL

@@ -382,7 +382,7 @@ class FrontEndServer:
         self._front_ends: dict[str, _FrontEndState] = {}
         self._check_gap_s = timeout_s / CHECKS_PER_TIMEOUT
         self._stalls = OwnStalls(clock(), self._check_gap_s)
-        self._loops = SessionLoops(socket, self._received)
+        self.loops = SessionLoops(socket, self._received)
         self.refusals = ControlRefusals()
         self.address = ""
         #: What the engines had in common at the last change.
@@ -390,15 +390,15 @@ class FrontEndServer:
 
     async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:
         """Bind and serve, if it does not yet; raises ``ConfigError`` as ``ControlServer.start``."""
-        if self._loops.tasks:
+        if self.loops.tasks:
             return
         timers = {self._check_liveness: self._check_gap_s, self._acknowledge: ACKNOWLEDGE_S}
-        self.address = await self._loops.start(host, port, secret, self.refusals, timers)
+        self.address = await self.loops.start(host, port, secret, self.refusals, timers)
         self._scheduler.membership.listeners.append(self._engines_changed)
 
     async def stop(self) -> None:
         """End all sessions, then close; idempotent, also while it does."""
-        if not self._loops.tasks:
+        if not self.loops.tasks:
             return
         self._scheduler.membership.listeners.remove(self._engines_changed)
         # Later messages are for the next scheduler.  Front ends are notified before the engines'
@@ -407,7 +407,7 @@ class FrontEndServer:
             front_end.frames.flush()
             if front_end.live:
                 self._request_reregister(front_end.identity, front_end.talk.session)
-        await self._loops.stop()
+        await self.loops.stop()
         for front_end in self._front_ends.values():
             self._lose(front_end, "the scheduler ends")
 
@@ -455,7 +455,7 @@ class FrontEndServer:
         self, identity: bytes, message: m.SchedulerMessage, session: str = ""
     ) -> None:
         for frame in frames_of([unnumbered(message, session)]):
-            self._loops.post(identity, frame)
+            self.loops.post(identity, frame)
 
     def _check_liveness(self) -> None:
         """End sessions of front ends that were silent too long."""
@@ -534,7 +534,7 @@ class FrontEndServer:
             return
         front_end = self._front_ends.get(hello.name)
         if front_end is None:
-            front_end = _FrontEndState(hello.name, self._loops.post)
+            front_end = _FrontEndState(hello.name, self.loops.post)
             self._front_ends[hello.name] = front_end
         if (event := front_end.registers(hello)) is not None:
             front_end.identity = identity

@@ -517,6 +517,11 @@ class RemoteScheduling:
         return len(self._attempts), len(self._calls)
 
     @property
+    def silent_s(self) -> float:
+        """For how long the scheduler has sent nothing in this session or registration."""
+        return self._session.silent_s(self._clock())
+
+    @property
     def session(self) -> str:
         """The session's name; empty without one."""
         return self._session.session

@@ -27,6 +27,9 @@ from dualpath.router.waits import gather_or_cancel
 
 logger = logging.getLogger(__name__)
 
+#: A scheduler that has sent nothing for this long, four heartbeats, is not asked for more while
+#: another one answers; its session ends after ``core.sessions.ROUTER_TIMEOUT_S``.
+SILENT_S = 2.0
 #: Of a unit whose engines take prompts of any length.
 _ANY_LENGTH = 1 << 62
 
@@ -59,6 +62,7 @@ class Unit:
         return UnitState(
             self.name,
             serves=self.missing() is None,
+            silent=not self.link.session or self.link.silent_s > SILENT_S,
             draining=self.link.load.draining,
             capacity_tokens=self._capacity_tokens,
             others_tokens=self.link.load.others_tokens,
@@ -155,6 +159,7 @@ class Units:
         self._chosen, self._serves = chosen, serves
         for unit in self.units:
             unit.link.membership.listeners.append(lambda joined, lost: self._changed())
+        self.engines.changed()
 
     @property
     def caches_answers(self) -> bool:
@@ -199,18 +204,18 @@ class Units:
         """Apply a client's hints on a session where its last turn was; False if it is unknown.
 
         The session may have had its turns at another front end: then all units are asked.  Raises
-        ``SchedulerLostError`` if none knows it and one did not answer.
+        ``SchedulerLostError`` if none of them answers.
         """
         home = self.policy.home(tenant, session_id)
-        lost: SchedulerLostError | None = None
+        errors: list[SchedulerLostError] = []
         for unit in sorted(self.units, key=lambda unit: unit.name != home):
             try:
                 if await unit.link.hint_session(tenant, session_id, hints):
                     return True
             except SchedulerLostError as error:
-                lost = error
-        if lost is not None:
-            raise lost
+                errors.append(error)
+        if len(errors) == len(self.units):
+            raise errors[0]
         return False
 
     def choose(self, turn: Turn, failed: Sequence[str]) -> Unit:
@@ -234,6 +239,7 @@ class Units:
             "unit": unit.name,
             "serves": state.serves,
             "missing": unit.missing(),
+            "silent": state.silent,
             "draining": state.draining,
             "prefill_engines": len(view.alive(Role.PREFILL)),
             "decode_engines": len(view.alive(Role.DECODE)),
