@@ -183,8 +183,7 @@ async def near_and_far(place: str) -> AsyncIterator[tuple[Cluster, FrontEnd, lis
     """A cluster, a front end in its router's process or in one of its own, and their objects."""
     if place == "front end of units":
         async with two_units(prefill=2, decode=2) as both, both.front_end() as linked:
-            services = [both.a.made.service, both.b.made.service]
-            yield both.a.made, linked, [*services, linked]
+            yield both.a.made, linked, [linked]
         return
     async with cluster(2, 2) as made:
         if place == "router":
