@@ -180,6 +180,7 @@ async def test_a_draining_unit_gets_no_new_requests_and_ends_those_it_has() -> N
             "running": 2,
         }
         assert made.a.scheduler.status()["draining"]
+        assert made.a.scheduler.dashboard.report()["draining"]
         await asyncio.sleep(1.0)
         made.calls.gates.pop("decode").set()
         await running
@@ -194,6 +195,7 @@ async def test_a_draining_unit_gets_no_new_requests_and_ends_those_it_has() -> N
         assert made.decoded_in()[-1] == "a"
         made.a.scheduler.drain(draining=False)
         assert "draining" not in made.a.scheduler.status()
+        assert "draining" not in made.a.scheduler.dashboard.report()
 
 
 async def test_a_front_end_starts_while_a_unit_is_down_and_uses_it_once_it_is_up() -> None:

@@ -297,7 +297,7 @@ class Scheduler:
 
     def _load(self) -> Load:
         recent = self._dispatch.recent if self._dispatch is not None else ()
-        return Load(self._own().running, *self.counts(), recent)
+        return Load(self._own().running, *self.counts(), recent, self.draining)
 
     # ------------------------------------------------------------------ for attempts
 
