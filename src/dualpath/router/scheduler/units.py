@@ -294,11 +294,15 @@ class UnitRequest:
         )
         unit = self._units.choose(self._turn, self._tried)
         if self._inner is None or unit.name != self._tried[-1]:
-            if self._inner is not None:
-                self._inner.end()
+            self._leave()
             self._inner = unit.link.begin(request)
         self._tried.append(unit.name)
         return self._inner.attempt(order, listener)
+
+    def _leave(self) -> None:
+        """End the request in the unit of the last attempt."""
+        if self._inner is not None:
+            self._inner.end()
 
     def end(self, answered: Answered | None = None) -> None:
         """The request has ended, with an answer if ``answered`` is given; idempotent."""
