@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
-from tests.front_end_links import link_server
+from tests.control_network import ControlNetwork
+from tests.front_end_links import Link, link_server
 from tests.guard import GUARD_S
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import WITHOUT_WINDOWS, job, keys_of
@@ -20,8 +21,10 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, EngineLostError
 from dualpath.core.session_hints import NO_HINTS
 from dualpath.core.transfers import DecodeTransfer
+from dualpath.policy.units import UnitPolicy
 from dualpath.router.engines import EngineInfo
 from dualpath.router.scheduler.scheduler import Scheduler
+from dualpath.router.scheduler.units import Units
 from dualpath.router.scheduling import (
     Answered,
     Arrived,
@@ -102,7 +105,24 @@ async def remote(scheduler: Scheduler) -> AsyncIterator[Scheduling]:
         yield link
 
 
-CONNECTIONS: dict[str, Connect] = {"direct": direct, "as data": as_data, "remote": remote}
+@contextlib.asynccontextmanager
+async def one_of_two_units(scheduler: Scheduler) -> AsyncIterator[Scheduling]:
+    """The other unit's scheduler does not answer."""
+    async with link_server(scheduler) as opened, opened.link("f") as link:
+        other = Link(ControlNetwork().connect(), "f")
+        other.start()
+        links = {"other": other, "unit": link}
+        units = Units(links, UnitPolicy(), lambda choice: None, lambda unit, serves: None)
+        yield units
+        await other.stop()
+
+
+CONNECTIONS: dict[str, Connect] = {
+    "direct": direct,
+    "as data": as_data,
+    "remote": remote,
+    "one of two units": one_of_two_units,
+}
 
 
 class HandMade:

@@ -1,5 +1,6 @@
 """Pages that start a cluster of emulated engines: their commands, then a replay of agents."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.docs_blocks import Block
 from tests.e2e.emulated_reader import Reader
-from tests.e2e.typed_pages import types
+from tests.e2e.typed_pages import curl, types
 
 from dualpath.launch.process import Supervisor
 from dualpath.transport.nixl import nixl_package
@@ -21,7 +22,18 @@ ROUTER = types("dualpath", "emulate", "router")
 
 def scheduler(block: Block) -> bool:
     """Select the scheduler with light front ends."""
-    return types("dualpath", "scheduler")(block) and "emulate" in block.text
+    one = types("dualpath", "scheduler")(block) and "emulate" in block.text
+    return one and not units(block)
+
+
+def units(block: Block) -> bool:
+    """Select two units of emulated engines and their front end."""
+    return types("dualpath", "scheduler")(block) and "5710" in block.text
+
+
+def drain(block: Block) -> bool:
+    """Select the calls that drain a scheduler."""
+    return types("curl")(block) and "/dualpath/v1/drain" in block.text
 
 
 def emulated(block: Block) -> bool:
@@ -59,4 +71,26 @@ def test_front_ends_without_vllm_serve_agents(
         for words in (*reader.pages.commands("scale-out.md", front_ends), *engines):
             reader.types(words)
         reader.waits()
+        assert has_hits(reader.replays(replay))
+
+
+def test_a_front_end_of_two_units_serves_agents_also_while_one_drains_or_is_lost(
+    tmp_path: Path,
+) -> None:
+    with Supervisor() as processes:
+        reader = Reader(tmp_path, processes)
+        *_, replay = reader.pages.commands("emulate.md", ROUTER)
+        started = [reader.types(words) for words in reader.pages.commands("scale-out.md", units)]
+        reader.waits()
+        assert reader.alive() == ["decode", "decode", "prefill", "prefill"]
+        assert has_hits(reader.replays(replay))
+        begin, look, end = reader.pages.commands("restart.md", drain)
+        assert json.loads(curl(begin)) == {"draining": True, "waiting": 0, "running": 0}
+        assert json.loads(curl(look))["draining"]
+        assert has_hits(reader.replays(replay))
+        placed = len(json.loads(curl(look))["assignments"])
+        assert json.loads(curl(end)) == {"draining": False, "waiting": 0, "running": 0}
+        assert len(json.loads(curl(look))["assignments"]) == placed
+        for process in started[:3]:  # the scheduler of the first unit, and its engines
+            process.kill()
         assert has_hits(reader.replays(replay))

@@ -15,7 +15,7 @@ from dualpath.launch.ports import claim_port
 from dualpath.launch.process import SpawnedProcess
 
 #: Ports that pages name; other programs may use them here.
-PORTS = ("5700", "5701", "8000", "8001", "8002")
+PORTS = ("5700", "5701", "5710", "5711", "8000", "8001", "8002")
 
 
 class TypedPages:

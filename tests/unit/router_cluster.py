@@ -19,16 +19,24 @@ class WatchedService(RouterService):
     """A router service that lets a test wait until it has got a message."""
 
     def __init__(
-        self, settings: RouterSettings, calls: EngineCalls, network: ControlNetwork | None = None
+        self,
+        settings: RouterSettings,
+        calls: EngineCalls,
+        network: ControlNetwork | None = None,
+        front_ends: ControlNetwork | None = None,
     ) -> None:
-        super().__init__(settings, calls, asyncio.get_running_loop().time, network)
+        clock = asyncio.get_running_loop().time
+        super().__init__(settings, calls, clock, network, front_ends_socket=front_ends)
         self.arrivals = Arrivals(self)
 
     def kill(self) -> None:
         """End as SIGKILL does: no more messages to engines, streams end."""
-        for task in (*self.server.loops.tasks, *self._tasks):
-            task.cancel()
-        self.server.loops.post = lambda identity, frame: None  # type: ignore[method-assign]
+        for loops in (self.server.loops, self.scheduler.front_ends.loops):
+            for task in loops.tasks:
+                task.cancel()
+            loops.post = lambda identity, frame: None  # type: ignore[method-assign]
+        for request in self._tasks:
+            request.cancel()
 
     async def saw_loss(self, engine_id: str) -> None:
         await self.arrivals.until(

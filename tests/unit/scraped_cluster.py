@@ -10,7 +10,8 @@ from tests.guard import GUARD_S
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.modes import Mode
-from dualpath.router.settings import RouterSettings
+from dualpath.router.settings import LinkSettings, RouterSettings
+from dualpath_lab.emulated.router_server import emulated_front_end
 
 #: 12 Full Blocks of 4 tokens, and a token.
 PROMPT = list(range(1, 50))
@@ -46,7 +47,7 @@ class Scrape:
 
 async def scrape_after_three_turns(directory: Path) -> Scrape:
     """A new prompt, the same again, and once more with its fourth block damaged; all is read."""
-    router = RouterSettings(mode=Mode.DUALPATH, dram_tier=False)
+    router = RouterSettings(mode=Mode.DUALPATH, dram_tier=False, front_ends_port=0)
     async with cluster(
         directory, Mode.DUALPATH, router=router, snic_bytes_per_s=1e9, storage_quota=1 << 30
     ) as made:
@@ -62,7 +63,17 @@ async def scrape_after_three_turns(directory: Path) -> Scrape:
         )
         async with made.http.get(f"{made.endpoint}/metrics") as response:
             assert response.content_type == "text/plain"
-            return Scrape(await response.text())
+            return Scrape(await response.text() + await _of_units(made))
+
+
+async def _of_units(made: Cluster) -> str:
+    """Return the metrics of units that a front end of this scheduler and of a lost one has."""
+    scheduler = made.service.scheduler.front_ends.address
+    link = LinkSettings(scheduler=f"{scheduler},tcp://127.0.0.1:1")
+    async with emulated_front_end(RouterSettings(), link, "127.0.0.1", 0) as (_, service):
+        await service.wait_ready(1, 1, GUARD_S)
+        lines = service.exposition().decode().splitlines()
+    return "".join(f"{line}\n" for line in lines if "dualpath:unit_" in line)
 
 
 async def all_reported(made: Cluster) -> None:

@@ -74,8 +74,29 @@ def test_no_host_is_an_error_with_a_remedy(host: str, remedy: str):
 def test_no_control_address_is_an_error_with_a_remedy(url: str, remedy: str):
     with pytest.raises(ValueError, match=remedy):
         tcp_address(url)
-    with pytest.raises(ConfigError, match=r"scheduler is .*use the form tcp://host:port"):
-        LinkSettings(scheduler=url)
+    for several in (url, f"tcp://a:1,{url}", f"{url},tcp://a:1"):
+        with pytest.raises(ConfigError, match=r"scheduler is .*use the form tcp://host:port"):
+            LinkSettings(scheduler=several)
+
+
+def test_the_address_of_each_scheduler_names_its_unit():
+    one, several = "tcp://a:1", "tcp://a:1, tcp://[::1]:5701,tcp://b:2/"
+    assert LinkSettings(scheduler=one).schedulers == {"a:1": one}
+    assert [*LinkSettings(scheduler=several).schedulers] == ["a:1", "[::1]:5701", "b:2"]
+
+
+@pytest.mark.parametrize("several", ["tcp://a:1,tcp://a:1", "tcp://a:1,tcp://b:1,tcp://a:1/"])
+def test_the_address_of_a_scheduler_is_given_once(several: str):
+    with pytest.raises(
+        ConfigError, match=r"scheduler is .*has a:1 twice; give each scheduler once"
+    ):
+        LinkSettings(scheduler=several)
+
+
+@pytest.mark.parametrize("several", ["tcp://a:1,", ",tcp://a:1", "tcp://a:1,,tcp://b:1"])
+def test_an_empty_address_among_schedulers_is_an_error(several: str):
+    with pytest.raises(ConfigError, match="scheduler is ''"):
+        LinkSettings(scheduler=several)
 
 
 @pytest.mark.parametrize(

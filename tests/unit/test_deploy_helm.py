@@ -38,6 +38,9 @@ CLUSTERS = {
         *("monitoring.dashboard.enabled=true", "storage.key.existingSecret=sealed"),
     ],
     "a router that stands by": ["model.name=big", "frontEnds.replicas=2", "router.standby=true"],
+    "two units with standbys": [
+        *("model.name=big", "frontEnds.replicas=2", "units=2", "router.standby=true"),
+    ],
     "IPv6": ["model.name=big", "listenHost=::", "frontEnds.replicas=2"],
     "file of settings": ["model.name=big", "config=[router]\nengine_wait_s = 30.0\n"],
 }
@@ -132,6 +135,33 @@ def test_the_router_is_reached_before_it_is_ready():
     assert services["dp-dualpath-prefill"]["publishNotReadyAddresses"]
 
 
+def test_each_unit_has_its_scheduler_its_engines_and_its_lease():
+    found = rendered(*CLUSTERS["two units with standbys"])
+    routers = ["dp-dualpath-router", "dp-dualpath-router-unit-1"]
+    of_engines, leases, asked = {}, [], []
+    for name, pod in pods(found):
+        for variable in container(pod)["env"]:
+            if variable["name"] == "DUALPATH_ENGINE_ROUTER":
+                of_engines[name] = variable["value"]
+        for word in container(pod)["args"]:
+            leases += [word] * word.startswith("--standby-lease")
+            asked += [word] * word.startswith("--scheduler=")
+    assert of_engines == {
+        f"dp-dualpath-{role}{end}": f"tcp://dp-dualpath-router{end}:5700"
+        for role in ("prefill", "decode")
+        for end in ("", "-unit-1")
+    }
+    assert asked == ["--scheduler=" + ",".join(f"tcp://{name}:5701" for name in routers)]
+    assert leases == [f"--standby-lease=kubernetes://default/{name}" for name in routers]
+    # A selector that matched pods of two units would send engines to the wrong scheduler.
+    selectors = [
+        one["spec"]["selector"]["app.kubernetes.io/component"]
+        for one in found
+        if one["kind"] == "Service" and one["metadata"]["name"] in routers
+    ]
+    assert selectors == ["router", "router-unit-1"]
+
+
 def test_clients_are_sent_to_front_ends_if_there_are_any():
     def front(*settings):
         found = [f for f in rendered("model.name=big", *settings) if f["kind"] == "Service"]
@@ -190,6 +220,8 @@ def test_a_file_of_settings_reaches_every_process():
         (("model.name=m", "prefill.replica=2"), "replica"),
         (("model.name=m", "router.standby=true"), "frontEnds.replicas is 0"),
         (("model.name=m", "router.standby=2"), "standby"),
+        (("model.name=m", "units=2"), "units is 2 and frontEnds.replicas is 0"),
+        (("model.name=m", "units=0"), "units"),
         (("model.name=m", "kind=emulated", "decode.dataParallel=2"), "decode.dataParallel is 2"),
     ],
 )

@@ -7,9 +7,12 @@ import pytest
 from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, FaultKind
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
+from dualpath_lab.faults.simulation.settings import units_of_seed
 
 #: Every fourth cluster has front ends, half of these a standby router.
 FRONT_ENDS = [seed for seed in range(160) if seed % 8 in (1, 3)]
+#: Those of these with two units.
+UNITS = [seed for seed in FRONT_ENDS if units_of_seed(seed) > 1]
 #: For bugs: which seeds find one changes with the code.
 MORE_FRONT_ENDS = [seed for seed in range(640) if seed % 8 in (1, 3)]
 #: In every seventh cluster engines change their role.
@@ -54,6 +57,14 @@ def test_when_the_scheduler_is_killed_decoding_streams_continue_and_others_are_p
     lines = stories(FRONT_ENDS, "kill the router", "kill the router and a front end")
     assert count(lines, r"router#\d+ +is dead") > 20
     assert count(lines, r"trying again: the scheduler at \S+ is lost") > 5
+
+
+def test_when_a_unit_is_killed_its_requests_are_answered_by_the_other_one() -> None:
+    lines = stories(UNITS, "kill a unit")
+    assert count(lines, r"adversary +kill a unit$") > 5
+    assert count(lines, r"router-1#\d+ +is dead") > 2
+    assert count(lines, r"[pd]e-10#\d+ +is dead") > 4
+    assert count(lines, "EngineLostError") == 0
 
 
 def test_a_terminated_front_end_drains_its_requests() -> None:
@@ -103,6 +114,8 @@ def test_equal_seeds_with_front_ends_or_role_changes_give_equal_runs() -> None:
         ("decoding-ends", "kill the router"),
         ("unannounced", "kill the router"),
         ("engines-unnumbered", "reset a control connection"),
+        ("unit-not-left", "kill a unit"),
+        ("unit-charged", "kill a unit"),
     ],
 )
 def test_planted_bugs_of_front_ends_are_found(name: str, fault: str) -> None:

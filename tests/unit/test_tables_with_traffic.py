@@ -22,6 +22,7 @@ from tests.front_end_links import link_server
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import job
 from tests.unit.test_router_front_ends import Far, far
+from tests.unit_clusters import two_units
 
 from dualpath.core.blocks import block_keys, tenant_tag
 from dualpath.core.errors import DualPathError, EngineLostError
@@ -180,6 +181,10 @@ KINDS: list[Play] = [
 @contextlib.asynccontextmanager
 async def near_and_far(place: str) -> AsyncIterator[tuple[Cluster, FrontEnd, list[object]]]:
     """A cluster, a front end in its router's process or in one of its own, and their objects."""
+    if place == "front end of units":
+        async with two_units(prefill=2, decode=2) as both, both.front_end() as linked:
+            yield both.a.made, linked, [linked]
+        return
     async with cluster(2, 2) as made:
         if place == "router":
             yield made, made.service, [made.service]
@@ -214,7 +219,7 @@ def growth(before: Counter[str], after: Counter[str]) -> dict[str, tuple[int, in
     return {name: (few, more) for name, (few, more) in both.items() if more - few >= SLACK}
 
 
-@pytest.mark.parametrize("place", ["router", "front end"])
+@pytest.mark.parametrize("place", ["router", "front end", "front end of units"])
 @pytest.mark.parametrize("play", KINDS)
 @pytest.mark.virtual_time
 async def test_no_table_of_router_and_front_end_grows_with_requests(play: Play, place: str) -> None:

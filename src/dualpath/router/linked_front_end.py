@@ -1,18 +1,21 @@
 """A front end that is a process of its own: its link to the scheduler, and its requests.
 
-Calls about the cluster (engines' states, decisions, the live page, pauses and roles) go to the
-scheduler's own HTTP server.
+It may know several schedulers, each with its own engines (``scheduler.units``).  Calls about the
+cluster (engines' states, decisions, the live page, pauses, drains and roles) go to the scheduler's
+own HTTP server.
 """
 
+import asyncio
 import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dualpath.core.modes import Mode
 from dualpath.node.cluster_secret import load_secret
+from dualpath.policy.units import UnitPolicy
 from dualpath.router.engine_calls import EngineCalls
 from dualpath.router.engines import EngineInfo
 from dualpath.router.observe.metrics import RouterMetrics
@@ -25,6 +28,7 @@ from dualpath.router.scheduler.remote import (
     RemoteScheduling,
     ZmqLinkConnection,
 )
+from dualpath.router.scheduler.units import Units, UnitsView
 from dualpath.router.served_adapters import ServedAdapters
 from dualpath.router.settings import LinkSettings, RouterSettings
 from dualpath.router.stages import RequestRecord
@@ -34,8 +38,8 @@ class LinkedFrontEnd(FrontEnd):
     """As ``RouterService``, without the cluster; ``start`` registers with the scheduler.
 
     ``adapter_paths`` are the LoRA adapters that clients may name; the scheduler reports their
-    weights.  ``connection`` is by default ZMQ's; ``epoch`` names this process, by
-    default it is random.
+    weights.  ``connections`` are those to the schedulers, in their order, by default ZMQ's;
+    ``epoch`` names this process, by default it is random.
 
     Raises ``ConfigError`` for an address that cannot be, or one of another machine without a
     cluster secret.
@@ -48,39 +52,42 @@ class LinkedFrontEnd(FrontEnd):
         engine_calls: EngineCalls,
         clock: Callable[[], float] = time.monotonic,
         adapter_paths: Mapping[str, str] | None = None,
-        connection: LinkConnection | None = None,
+        connections: Sequence[LinkConnection] = (),
         epoch: str = "",
     ) -> None:
         self.scheduler_address = link.scheduler
         self.name = (
             link.front_end_name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         )
-        self.link = RemoteScheduling(
-            connection or _over_zmq(settings, link),
-            self.name,
-            epoch or uuid.uuid4().hex,
-            clock,
-            self.scheduler_address,
-            ServedAdapters(adapter_paths or {}),
-        )
+        epoch, adapters = epoch or uuid.uuid4().hex, ServedAdapters(adapter_paths or {})
+        addresses = link.schedulers
+        connections = connections or [_over_zmq(settings, one) for one in addresses.values()]
+        #: Those to its schedulers, by unit.
+        self.links = {
+            unit: RemoteScheduling(connection, self.name, epoch, clock, address, adapters)
+            for (unit, address), connection in zip(addresses.items(), connections, strict=True)
+        }
         # It has no engines of its own: none registers with it.
         metrics = RouterMetrics(Registry(), dict, clock)
-        super().__init__(settings, self.link, metrics, engine_calls, clock, _kept_nowhere)
-
-    @property
-    def registry(self) -> EnginesView:
-        """The engines that the scheduler reports."""
-        return self.link.engines
+        self._units: Units | None = None
+        if len(self.links) > 1:
+            metrics.define_units(self.links)
+            self._units = Units(self.links, UnitPolicy(), metrics.unit_chosen, metrics.unit_serves)
+        scheduling = self._units or next(iter(self.links.values()))
+        #: The engines that the schedulers report.
+        self.registry: EnginesView | UnitsView = scheduling.engines
+        super().__init__(settings, scheduling, metrics, engine_calls, clock, _kept_nowhere)
 
     async def start(self) -> None:
-        """Open the traces, if they are exported, and register until the scheduler answers."""
+        """Open the traces, if they are exported, and register until the schedulers answer."""
         self.open_traces()
-        self.link.start()
+        for link in self.links.values():
+            link.start()
 
     async def stop(self) -> None:
         """End all requests (their streams raise ``EngineLostError``) and leave; idempotent."""
         await self.end_requests()
-        await self.link.stop()
+        await asyncio.gather(*(link.stop() for link in self.links.values()))
         await self.close_traces()
 
     def status(self) -> dict[str, Any]:
@@ -88,6 +95,7 @@ class LinkedFrontEnd(FrontEnd):
         engines, (waiting, running) = self.registry, self.counts()
         names = (engine.limits.get("served_model_name") for engine in engines.alive())
         namespace = engines.namespace
+        units = {} if self._units is None else {"units": self._units.status()}
         return {
             "front_end": self.name,
             "pid": os.getpid(),
@@ -99,10 +107,20 @@ class LinkedFrontEnd(FrontEnd):
             "vocab_size": engines.limit("vocab_size"),
             "max_model_len": engines.limit("max_model_len"),
             "block_tokens": namespace.geometry.block_tokens if namespace else None,
-            "engines": [_engine(engine) for engine in engines.alive()],
+            "engines": self._engines(),
             "waiting": waiting,
             "running": running,
+            **units,
         }
+
+    def _engines(self) -> list[dict[str, Any]]:
+        if self._units is None:
+            return [_engine(engine) for engine in self.registry.alive()]
+        return [
+            {**_engine(engine), "unit": unit}
+            for unit, link in self.links.items()
+            for engine in link.engines.alive()
+        ]
 
 
 def _engine(engine: EngineInfo) -> dict[str, Any]:
@@ -115,8 +133,8 @@ def _engine(engine: EngineInfo) -> dict[str, Any]:
     }
 
 
-def _over_zmq(settings: RouterSettings, link: LinkSettings) -> ZmqLinkConnection:
-    return ZmqLinkConnection(link.scheduler, load_secret(settings.cluster_secret_file))
+def _over_zmq(settings: RouterSettings, scheduler: str) -> ZmqLinkConnection:
+    return ZmqLinkConnection(scheduler, load_secret(settings.cluster_secret_file))
 
 
 def _kept_nowhere(record: RequestRecord) -> None:

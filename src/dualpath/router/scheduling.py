@@ -1,8 +1,9 @@
 """The interface between the life of a request and the scheduler.
 
 The life of a request belongs to a *front end* (``requests``), of which there may be many; engines,
-placement and the ledger belong to the *scheduler* (``scheduler``), of which there is one.
-Everything that passes between them is defined here, as data or as a call with one result:
+placement and the ledger belong to the *scheduler* (``scheduler``), of which there is one, or one
+for each unit of a front end that knows several (``scheduler.units``).  Everything that passes
+between them is defined here, as data or as a call with one result:
 
     front end → scheduler   begin(RequestOrder) · attempt(AttemptOrder) · prepare · prefilled
                             · prefill_aborted · decoding_started · decoded · close · end(Answered)

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from dualpath.core.addresses import checked_tcp_address
+from dualpath.core.addresses import checked_tcp_address, tcp_address
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
@@ -407,13 +407,14 @@ class RouterSettings(Settings, frozen=True):
 
 
 class LinkSettings(Settings, frozen=True):
-    """A front end that is a process of its own: its scheduler, and its name."""
+    """A front end that is a process of its own: its scheduler, or several, and its name."""
 
     scheduler: Annotated[
         str,
         Setting(
-            "address of the router for front ends (its front_ends_port)",
-            metavar="tcp://HOST:PORT",
+            "address of the router for front ends (its front_ends_port); several, with commas: "
+            "each is a scheduler with engines of its own, over one storage",
+            metavar="tcp://HOST:PORT,…",
         ),
     ]
     front_end_name: Annotated[
@@ -430,9 +431,23 @@ class LinkSettings(Settings, frozen=True):
     ] = False
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for an address that no socket connects to."""
+        """Raise ``ConfigError`` for an address that no socket connects to, or one given twice."""
         super().check()
-        checked_tcp_address(self.scheduler, "scheduler")
+        seen: set[str] = set()
+        for address in self.scheduler.split(","):
+            unit = str(checked_tcp_address(address.strip(), "scheduler"))
+            if unit in seen:
+                raise ConfigError(
+                    f"{{scheduler}} is {self.scheduler!r}, which has {unit} twice; give each "
+                    "scheduler once, by the address that leads to its leader"
+                )
+            seen.add(unit)
+
+    @property
+    def schedulers(self) -> dict[str, str]:
+        """The addresses of the schedulers by the names of their units, ``HOST:PORT``."""
+        addresses = map(str.strip, self.scheduler.split(","))
+        return {str(tcp_address(address)): address for address in addresses}
 
 
 class SchedulerAddress(Settings, frozen=True):

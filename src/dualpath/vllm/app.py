@@ -6,6 +6,7 @@
                               are live and the router is not draining; otherwise 503 and the reason
     GET /metrics              vLLM's request metrics and the router's own
     POST, DELETE /dualpath/v1/engines/ENGINE/pause   stop or resume dispatching to an engine
+    POST, DELETE /dualpath/v1/drain   front ends of several schedulers use the others, or all again
     POST, DELETE /dualpath/v1/sessions/SESSION       send hints for an agent's session, or end it
 
 Unknown JSON fields of a request are ignored with a warning, as in vLLM, because OpenAI clients
@@ -49,7 +50,7 @@ from dualpath.router.requests.session_calls import HintedService, session_call
 from dualpath.router.scheduler.pauses import PAUSE_PATH, no_such_engine
 from dualpath.router.scheduler.role_calls import ROLES_PATH, roles_call
 from dualpath.router.scheduler.roles import Roles
-from dualpath.router.scheduler.scheduler import Scheduler
+from dualpath.router.scheduler.scheduler import DRAIN_PATH, Scheduler
 from dualpath.router.scheduler.session_orders import SESSION_PATH
 from dualpath.router.token_api.statuses import NOT_FOUND, api_error, status_of
 from dualpath.router.token_api.wire import ApiError
@@ -194,7 +195,7 @@ async def make_app(llm: DualPathLLM, service: ClientFrontEnd, args: argparse.Nam
 
 def add_pointers(app: FastAPI) -> None:
     """Answer calls of the cluster with their place; ``add_cluster_routes`` takes precedence."""
-    for path in ("/dashboard", "/dualpath/v1/dashboard", ROLES_PATH, PAUSE_PATH):
+    for path in ("/dashboard", "/dualpath/v1/dashboard", ROLES_PATH, PAUSE_PATH, DRAIN_PATH):
         methods = ["GET", "POST", "DELETE"]
         app.router.routes.append(APIRoute(path, _at_the_scheduler, methods=methods))
 
@@ -208,9 +209,10 @@ async def _at_the_scheduler(request: Request) -> Response:
 
 
 def add_cluster_routes(app: FastAPI, scheduler: Scheduler) -> None:
-    """Add what only the scheduler's own process answers: the live page, pauses and roles."""
+    """Add what only the scheduler's own process answers: the live page, pauses, drains, roles."""
     add_dashboard(app, scheduler.dashboard)
     add_pauses(app, scheduler)
+    add_drain(app, scheduler)
     add_roles(app, scheduler.roles)
 
 
@@ -257,6 +259,15 @@ def add_pauses(app: FastAPI, scheduler: Scheduler) -> None:
         return _json({"error": ApiError(no_such_engine(engine_id), NOT_FOUND)}, NOT_FOUND)
 
     app.router.routes.insert(0, APIRoute(PAUSE_PATH, pause, methods=["POST", "DELETE"]))
+
+
+def add_drain(app: FastAPI, scheduler: Scheduler) -> None:
+    """Add the calls with which front ends are asked to use other schedulers, or this one again."""
+
+    async def drain(request: Request) -> Response:
+        return _json(scheduler.drain(draining=request.method == "POST"), 200)
+
+    app.router.routes.insert(0, APIRoute(DRAIN_PATH, drain, methods=["POST", "DELETE"]))
 
 
 def add_roles(app: FastAPI, of: Roles) -> None:

@@ -1,8 +1,8 @@
-{{/* Pod of an engine, or of one rank of a group: (list $ ROLE settings-of-the-role). */}}
+{{/* Pod of an engine, or of one rank of a group: (list $ ROLE settings-of-the-role UNIT). */}}
 {{- define "dualpath.enginePod" -}}
-{{- $root := index . 0 -}}{{- $role := index . 1 -}}{{- $part := index . 2 -}}
+{{- $root := index . 0 -}}{{- $role := index . 1 -}}{{- $part := index . 2 -}}{{- $unit := index . 3 -}}
 metadata:
-  labels: {{ include "dualpath.labels" (list $root $role) | nindent 4 }}
+  labels: {{ include "dualpath.labels" (list $root (include "dualpath.ofUnit" (list $role $unit))) | nindent 4 }}
   annotations: {{ include "dualpath.annotations" (list $root $part) | nindent 4 }}
 spec:
   {{- include "dualpath.pod" (list $root $part) | nindent 2 }}
@@ -98,8 +98,9 @@ spec:
 {{- end }}
 
 {{- define "dualpath.engineEnvironment" -}}
-{{- $root := index . 0 -}}{{- $role := index . 1 -}}{{- $part := index . 2 -}}
-{{- $name := printf "%s-%s" (include "dualpath.name" $root) $role -}}
+{{- $root := index . 0 -}}{{- $role := index . 1 -}}{{- $part := index . 2 -}}{{- $unit := index . 3 -}}
+{{- $name := printf "%s-%s" (include "dualpath.name" $root) (include "dualpath.ofUnit" (list $role $unit)) -}}
+{{- $router := printf "%s-%s" (include "dualpath.name" $root) (include "dualpath.ofUnit" (list "router" $unit)) -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 # Engines of one machine share its storage NIC.
@@ -114,7 +115,7 @@ spec:
 {{- end }}
 - {name: DUALPATH_ENGINE_ROLE, value: {{ $role }}}
 - {name: DUALPATH_ENGINE_API_URL, value: "http://$(POD_NAME).{{ $name }}:8000"}
-- {name: DUALPATH_ENGINE_ROUTER, value: "tcp://{{ include "dualpath.name" $root }}-router:{{ $root.Values.router.controlPort }}"}
+- {name: DUALPATH_ENGINE_ROUTER, value: "tcp://{{ $router }}:{{ $root.Values.router.controlPort }}"}
 - {name: DUALPATH_ENGINE_STORAGE, value: {{ $root.Values.storage.url | quote }}}
 - {name: DUALPATH_ENGINE_BUFFER_BYTES, value: {{ $part.bufferBytes | quote }}}
 - {name: DUALPATH_ENGINE_DRAIN_TIMEOUT_S, value: {{ $root.Values.drainSeconds | quote }}}

@@ -18,6 +18,21 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
 {{- end }}
 
+{{/* A part of a unit, as component and end of its name: (list "router" UNIT); unit 0 has no number. */}}
+{{- define "dualpath.ofUnit" -}}
+{{- $unit := index . 1 -}}
+{{- index . 0 }}{{ if $unit }}-unit-{{ $unit }}{{ end }}
+{{- end }}
+
+{{/* The address of each scheduler for front ends, with commas. */}}
+{{- define "dualpath.schedulers" -}}
+{{- $found := list -}}
+{{- range $unit := until (int $.Values.units) }}
+{{- $found = append $found (printf "tcp://%s-%s:%v" (include "dualpath.name" $) (include "dualpath.ofUnit" (list "router" $unit)) $.Values.frontEnds.port) }}
+{{- end }}
+{{- join "," $found }}
+{{- end }}
+
 {{/* The component that serves clients. */}}
 {{- define "dualpath.front" -}}
 {{- if gt (int .Values.frontEnds.replicas) 0 }}frontend{{ else }}router{{ end }}

@@ -2,10 +2,12 @@
 
 Front ends and engines run in the measuring process.  All traffic of the scheduler goes over real
 sockets; front ends call engines without HTTP, which the scheduler does not take part in.  Each
-node is a data-parallel group, as in the paper's clusters: 48P96D has 1,152 engines.
+node is a data-parallel group, as in the paper's clusters: 48P96D has 1,152 engines.  With several
+units each of them has a scheduler process and these nodes, and the front ends know all.
 """
 
 import asyncio
+import functools
 import itertools
 import random
 import tempfile
@@ -90,16 +92,19 @@ class CountingLink:
 
 
 class StubCalls:
-    """``EngineCalls`` of stub engines in this process; responses have two tokens."""
+    """``EngineCalls`` of stub engines in this process; responses have two tokens.
 
-    def __init__(self, engines: StubEngines) -> None:
-        self._engines = engines
+    Engines of two units have the same names and other epochs.
+    """
+
+    def __init__(self, units: Sequence[StubEngines]) -> None:
+        self._units = {engines.epoch: engines for engines in units}
 
     async def prefill(
         self, engine: EngineInfo, job: Job, prefill_transfer: PrefillTransfer
     ) -> TokenEvent:
         """Return the first token at once."""
-        self._engines.computed(engine.engine_id, prefill_transfer)
+        self._of(engine).computed(engine.engine_id, prefill_transfer)
         return TokenEvent((1,), "length")
 
     async def decode(
@@ -110,9 +115,12 @@ class StubCalls:
         prior_tokens: Sequence[int],
     ) -> AsyncIterator[TokenEvent]:
         """Report that the KV has arrived, then yield the last token."""
-        self._engines.computed(engine.engine_id, decode_transfer)
+        self._of(engine).computed(engine.engine_id, decode_transfer)
         await asyncio.sleep(0)
         yield TokenEvent((2,), "length")
+
+    def _of(self, engine: EngineInfo) -> StubEngines:
+        return self._units[engine.epoch.removeprefix(f"{engine.engine_id}-")]
 
     async def answers(self, engine: EngineInfo) -> None:
         """The engine is healthy."""
@@ -150,10 +158,11 @@ class Agent:
 class SchedulerSettings(Settings, frozen=True, kw_only=True):
     """Engines, front ends and agents."""
 
-    nodes: Annotated[tuple[str, ...], Setting("nodes of stub engines", metavar="xPyD,…")] = (
-        *("4P8D", "24P48D", "48P96D"),
-    )
+    nodes: Annotated[
+        tuple[str, ...], Setting("nodes of stub engines of each unit", metavar="xPyD,…")
+    ] = (*("4P8D", "24P48D", "48P96D"),)
     ranks: Annotated[int, Setting("engines of a node, a data-parallel group", ge=1)] = 8
+    units: Annotated[int, Setting("schedulers, each with its own engines", ge=1)] = 1
     front_ends: Annotated[int, Setting("front ends in that process", ge=1)] = 2
     agents: Annotated[tuple[int, ...], Setting("concurrent agents", ge=1)] = (1, 16, 64)
     turns: Annotated[int, Setting("turns per agent", ge=1)] = 50
@@ -174,23 +183,27 @@ class Cell(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """The scheduler's process id, engines and front ends of this process, counted frames.
+    """The schedulers' process ids, engines and front ends of this process, counted frames.
 
     ``ready_s`` is the time from the start of the engines until each front end knew all of them,
-    ``join_cpu_s`` the scheduler's CPU time in it, ``join_bytes`` what a front end received.
+    ``join_cpu_s`` the schedulers' CPU time in it, ``join_bytes`` what a front end received.
     """
 
-    scheduler: int
+    schedulers: Sequence[int]
     ready_s: float
     join_cpu_s: float
     join_bytes: int
-    engines: StubEngines
+    messages: Counter[str]
     frames: Counter[str]
     front_ends: Sequence[LinkedFrontEnd]
 
+    def cpu_s(self) -> float:
+        """Return the CPU time of all schedulers."""
+        return sum(map(cpu_s, self.schedulers))
+
 
 class SchedulerResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The scheduler's CPU and messages by type with a number of agents.
+    """CPU of all schedulers and messages by type with a number of agents.
 
     ``ready_s``, ``join_cpu_s`` and ``join_bytes`` are those of the cluster.
     """
@@ -237,7 +250,7 @@ def draw(raw: RawData[SchedulerSettings, SchedulerResult]) -> Page:
         turns.append(
             (
                 *(name, str(one.turns), f"{one.turns / one.wall_s:.0f}"),
-                f"{one.cpu_s / one.wall_s:.0%}",
+                f"{one.cpu_s / raw.settings.units / one.wall_s:.0%}",
                 *(f"{cpu_ms:.3f}", f"{one.messages_per_turn:.1f}", f"{1 / cpu_ms * 1e3:.0f}"),
             )
         )
@@ -248,12 +261,14 @@ def draw(raw: RawData[SchedulerSettings, SchedulerResult]) -> Page:
             )
         )
     columns = (
-        *("cell", "turns", "turns/s", "of a core", "CPU ms per turn", "messages per turn"),
+        *("cell", "turns", "turns/s", f"of a core{', each' * (raw.settings.units > 1)}"),
+        *("CPU ms per turn", "messages per turn"),
         "turns/s per core",
     )
     join_columns = ("cell", "s until ready", "CPU s", "MB to a front end", "idle CPU")
     settings = raw.settings
-    shape = f"{settings.ranks} stub engines per node, {settings.front_ends} front ends"
+    units = f"{settings.units} units of these nodes, " * (settings.units > 1)
+    shape = f"{units}{settings.ranks} stub engines per node, {settings.front_ends} front ends"
     return Page(
         settings=(f"{shape}, seed {settings.seed}.",),
         tables=(
@@ -283,53 +298,72 @@ def _messages(raw: RawData[SchedulerSettings, SchedulerResult]) -> Table:
 @asynccontextmanager
 async def _cluster(settings: SchedulerSettings, nodes: str, folder: Path) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
-        scheduler = stack.enter_context(scheduler_process(folder))
         longest = settings.prompt + settings.append * (settings.turns + 1)
-        engines = StubEngines(
-            scheduler.control,
-            nodes,
-            hit_share=settings.hit_share,
-            max_model_len=2 * longest,
-            ranks=settings.ranks,
-        )
+        messages: Counter[str] = Counter()
         frames: Counter[str] = Counter()
+        schedulers, units = [], []
+        for number in range(settings.units):
+            own = folder / f"unit-{number}"
+            own.mkdir()
+            schedulers.append(stack.enter_context(scheduler_process(own)))
+            engines = StubEngines(
+                schedulers[-1].control,
+                nodes,
+                hit_share=settings.hit_share,
+                max_model_len=2 * longest,
+                ranks=settings.ranks,
+                message_counts=messages,
+            )
+            units.append(engines)
         front_ends, links = [], []
         for number in range(settings.front_ends):
-            link = LinkSettings(scheduler=scheduler.front_ends, front_end_name=f"f{number}")
-            connection = CountingLink(scheduler.front_ends, engines.message_counts, frames)
+            addresses = [scheduler.front_ends for scheduler in schedulers]
+            own_links = [CountingLink(address, messages, frames) for address in addresses]
             service = LinkedFrontEnd(
-                RouterSettings(), link, StubCalls(engines), connection=connection
+                RouterSettings(),
+                LinkSettings(scheduler=",".join(addresses), front_end_name=f"f{number}"),
+                StubCalls(units),
+                connections=own_links,
             )
             await service.start()
             stack.push_async_callback(service.stop)
             front_ends.append(service)
-            links.append(connection)
-        # The scheduler asks the HTTP servers of idle engines whether they live.
-        app = StubServer(engines, prefill_s=0.0, step_s=0.0).app()
-        url = (
-            f"http://127.0.0.1:{await stack.enter_async_context(serving_app(app, '127.0.0.1', 0))}"
-        )
-        start_s, spent_s = time.perf_counter(), cpu_s(scheduler.pid)
-        await stack.enter_async_context(engines.running(lambda engine_id: f"{url}/{engine_id}"))
-        prefill, decode = (count * settings.ranks for count in parse_nodes(nodes))
+            links.append(own_links)
+        start_s = time.perf_counter()
+        spent_s = sum(cpu_s(scheduler.pid) for scheduler in schedulers)
+        for engines in units:
+            # A scheduler asks the HTTP servers of idle engines whether they live.
+            app = StubServer(engines, prefill_s=0.0, step_s=0.0).app()
+            port = await stack.enter_async_context(serving_app(app, "127.0.0.1", 0))
+            url = f"http://127.0.0.1:{port}"
+            running = engines.running(functools.partial("{}/{}".format, url))
+            await stack.enter_async_context(running)
+        prefill, decode = (count * settings.ranks * settings.units for count in parse_nodes(nodes))
         for service in front_ends:
             await service.wait_ready(prefill, decode, _READY_S)
-        ready_s, join_cpu_s = time.perf_counter() - start_s, cpu_s(scheduler.pid) - spent_s
-        join_bytes = max(link.received_bytes for link in links)
-        yield Cluster(scheduler.pid, ready_s, join_cpu_s, join_bytes, engines, frames, front_ends)
+        pids = [scheduler.pid for scheduler in schedulers]
+        yield Cluster(
+            pids,
+            time.perf_counter() - start_s,
+            sum(map(cpu_s, pids)) - spent_s,
+            max(sum(link.received_bytes for link in own) for own in links),
+            messages,
+            frames,
+            front_ends,
+        )
 
 
 async def _run_turns(settings: SchedulerSettings, cluster: Cluster, agents: int) -> SchedulerResult:
-    """Measure the scheduler with concurrent agents, and its idle CPU before."""
+    """Measure the schedulers with concurrent agents, and its idle CPU before."""
     await _run(settings, cluster.front_ends, agents, settings.warm_up, "warm-up")
-    start_s, spent_s = time.perf_counter(), cpu_s(cluster.scheduler)
+    start_s, spent_s = time.perf_counter(), cluster.cpu_s()
     await asyncio.sleep(settings.idle_s)
-    idle = (cpu_s(cluster.scheduler) - spent_s) / (time.perf_counter() - start_s)
-    cluster.engines.message_counts.clear()
+    idle = (cluster.cpu_s() - spent_s) / (time.perf_counter() - start_s)
+    cluster.messages.clear()
     cluster.frames.clear()
-    start_s, spent_s = time.perf_counter(), cpu_s(cluster.scheduler)
+    start_s, spent_s = time.perf_counter(), cluster.cpu_s()
     turns = await _run(settings, cluster.front_ends, agents, settings.turns, "turns")
-    spent_s, wall_s = cpu_s(cluster.scheduler) - spent_s, time.perf_counter() - start_s
+    spent_s, wall_s = cluster.cpu_s() - spent_s, time.perf_counter() - start_s
     return SchedulerResult(
         ready_s=cluster.ready_s,
         join_cpu_s=cluster.join_cpu_s,
@@ -338,7 +372,7 @@ async def _run_turns(settings: SchedulerSettings, cluster: Cluster, agents: int)
         cpu_s=spent_s,
         idle_share=idle,
         wall_s=wall_s,
-        messages=dict(cluster.engines.message_counts),
+        messages=dict(cluster.messages),
         frames=dict(cluster.frames),
     )
 

@@ -208,20 +208,28 @@ class StubEngine:
 class StubEngines:
     """The engines of a cluster of ``nodes`` such as 48P48D.
 
-    Each node has one engine, or a data-parallel group of ``ranks`` engines.
+    Each node has one engine, or a data-parallel group of ``ranks`` engines.  ``epoch`` ends the
+    epoch of each engine.
     """
 
     def __init__(
-        self, router: str, nodes: str, *, hit_share: float, max_model_len: int, ranks: int = 1
+        self,
+        router: str,
+        nodes: str,
+        *,
+        hit_share: float,
+        max_model_len: int,
+        ranks: int = 1,
+        message_counts: Counted[str] | None = None,
     ) -> None:
-        self.message_counts: Counted[str] = Counted()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        epoch = f"{time.time_ns()}"
+        self.epoch = epoch = f"{time.time_ns()}"
+        message_counts = Counted() if message_counts is None else message_counts
         engines = [
             StubEngine(
                 role, f"{role.value}-{number}", rank, ranks, epoch, context=self._context,
                 router=router, hit_share=hit_share, max_model_len=max_model_len,
-                message_counts=self.message_counts,
+                message_counts=message_counts,
             )
             for role, count in zip(Role, parse_nodes(nodes), strict=True)
             for number in range(count)

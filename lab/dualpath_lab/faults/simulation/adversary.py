@@ -12,6 +12,7 @@ from dualpath_lab.faults.simulation.cluster import Cluster
 from dualpath_lab.faults.simulation.connections import Connection
 from dualpath_lab.faults.simulation.engine import SimEngine
 from dualpath_lab.faults.simulation.http import Direction
+from dualpath_lab.faults.simulation.leadership import LeaseFaults
 from dualpath_lab.faults.simulation.ranks import SimFollower
 from dualpath_lab.faults.simulation.router import SimFrontEnd
 from dualpath_lab.faults.simulation.world import Process, World
@@ -58,6 +59,7 @@ class ClusterFeature(enum.Enum):
 
     RANKS = enum.auto()
     FRONT_ENDS = enum.auto()
+    UNITS = enum.auto()
     LEASE = enum.auto()
 
 
@@ -199,12 +201,23 @@ class Adversary:
 
     def kill_router(self) -> None:
         """SIGKILL; the supervisor restarts it."""
-        if self.cluster.router.process.alive:
-            self.cluster.restart_router(self._pause_s())
+        self._kill_router_of(self._some_unit())
+
+    def kill_unit(self) -> None:
+        """SIGKILL of a scheduler and all of its engines at once; the supervisor restarts them."""
+        unit = self._some_unit()
+        self._kill_router_of(unit)
+        for engine_id in self.cluster.engines_of(unit):
+            if self.cluster.engines[engine_id].process.alive:
+                self.cluster.restart_engine(engine_id, self._pause_s())
+
+    def _kill_router_of(self, unit: int) -> None:
+        if self.cluster.router_of(unit).process.alive:
+            self.cluster.restart_router(self._pause_s(), unit)
 
     def stop_router(self) -> Callable[[], None]:
         """SIGSTOP, later SIGCONT."""
-        return self.stop(self.cluster.router.process)
+        return self.stop(self.cluster.router_of(self._some_unit()).process)
 
     def kill_front_end(self) -> None:
         """SIGKILL; the supervisor restarts it."""
@@ -365,6 +378,10 @@ class Adversary:
     def _some_engine(self) -> str:
         return self.world.chance.choice(sorted(self.cluster.engines))
 
+    def _some_unit(self) -> int:
+        units = len(self.cluster.shared.units)
+        return self.world.chance.randrange(units) if units > 1 else 0
+
     def _some_front_end(self) -> SimFrontEnd | None:
         """Return a live front end."""
         alive = self.cluster.front_ends.alive
@@ -372,9 +389,10 @@ class Adversary:
 
     def _some_connection(self) -> Connection | None:
         """Return a connection of a live engine or front end."""
-        shared = self.cluster.shared
-        both = (*shared.control.connections, *shared.links.connections)
-        alive = [connection for connection in both if connection.is_open]
+        units = self.cluster.shared.units
+        networks = [network for unit in units for network in (unit.control, unit.links)]
+        every = [connection for network in networks for connection in network.connections]
+        alive = [connection for connection in every if connection.is_open]
         return self.world.chance.choice(alive) if alive else None
 
     def _some_follower(self) -> SimFollower | None:
@@ -396,6 +414,7 @@ FAULT_KINDS = (
     FaultKind("stop a rank", Component.ENGINES, Adversary.stop_rank, needs=ClusterFeature.RANKS),
     FaultKind("kill the router", Component.ROUTERS, Adversary.kill_router),
     FaultKind("stop the router", Component.ROUTERS, Adversary.stop_router),
+    FaultKind("kill a unit", Component.ROUTERS, Adversary.kill_unit, needs=ClusterFeature.UNITS),
     FaultKind(
         "kill a front end",
         Component.ROUTERS,
@@ -453,6 +472,10 @@ _OFTEN = 0.5
 _OUTLIVES_S = (1.5, 2.0, 3.0)
 
 
+def _leases(adversary: Adversary) -> LeaseFaults:
+    return adversary.cluster.shared.units[0].leadership.faults
+
+
 def _terminate_router(adversary: Adversary) -> None:
     """SIGTERM: it drains and releases the lease."""
     router = adversary.cluster.router
@@ -468,14 +491,14 @@ def _outlive_lease(adversary: Adversary) -> None:
 
 def _cut_router(adversary: Adversary) -> Callable[[], None]:
     """Cut the lease's holder off from the store."""
-    cut, name = adversary.cluster.shared.leadership.faults.cut, adversary.cluster.router.name
+    cut, name = _leases(adversary).cut, adversary.cluster.router.name
     adversary.world.note(name, "does not reach the store of leases")
     cut.add(name)
     return lambda: cut.discard(name)
 
 
 def _store(name: str, value: float) -> Callable[[Adversary], Callable[[], None]]:
-    return lambda adversary: adversary.set(adversary.cluster.shared.leadership.faults, name, value)
+    return lambda adversary: adversary.set(_leases(adversary), name, value)
 
 
 def _kind(name: str, begin: Callable[[Adversary], Callable[[], None] | None]) -> FaultKind:

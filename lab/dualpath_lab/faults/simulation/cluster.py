@@ -26,6 +26,8 @@ from dualpath_lab.faults.simulation.settings import (
 )
 from dualpath_lab.faults.simulation.world import World
 
+#: The engines of the second unit are numbered from here.
+_UNIT_NUMBERS = 10
 #: Delay until a rank notices that another one of its group has ended.
 _SIBLING_ENDS_S = (0.01, 0.2, 1.0, 4.0)
 #: Delay until the older of two engines with the same name is killed.
@@ -39,9 +41,13 @@ _ENDS_WITHIN_S = 10.0
 
 
 class _Group(msgspec.Struct):
-    """Engines that end together and start together; ``ranks`` are their current names."""
+    """Engines that end together and start together; ``ranks`` are their current names.
+
+    ``unit`` is the number of their scheduler.
+    """
 
     name: str
+    unit: int = 0
     ranks: tuple[str, ...] = ()
     starts: int = 0
     restarting: bool = False
@@ -59,6 +65,7 @@ class Cluster:
             protect_s=PROTECT_S,
             election=settings.standby,
             views={"host-0": settings.proc},
+            units=settings.units,
         )
         self.engines: dict[str, SimEngine] = {}
         self._starts: dict[str, int] = {}
@@ -67,25 +74,48 @@ class Cluster:
         self._groups: dict[str, _Group] = {}
         self._units: dict[str, str] = {}
         self._shapes: dict[str, UnitShape] = {}
-        self._routers = [self._start_router() for _ in range(settings.standby.schedulers)]
+        #: The schedulers of each unit: one, and the standby of the first unit, if it has one.
+        counts = (settings.standby.schedulers, *[1] * (settings.units - 1))
+        self._routers = [
+            [self._start_router(unit) for _ in range(count)] for unit, count in enumerate(counts)
+        ]
         self.front_ends = FrontEnds(self.shared, settings.router, settings.front_ends, self._host)
         for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
             for index in range(count):
                 group = _Group(engine_id(role, index))
                 self._shapes[group.name] = UnitShape(role, settings.usual_ranks(role))
                 self._start_group(group)
+        for unit in range(1, settings.units):
+            for role in Role:
+                group = _Group(engine_id(role, unit * _UNIT_NUMBERS), unit)
+                self._shapes[group.name] = UnitShape(role, 1)
+                self._start_group(group)
 
     @property
     def router(self) -> SimRouter:
-        """The router that serves, or else one that is alive, or else a dead one."""
-        alive = [router for router in self._routers if router.process.alive]
+        """The router of the first unit."""
+        return self.router_of(0)
+
+    def router_of(self, unit: int) -> SimRouter:
+        """Return the router that serves, or else one that is alive, or else a dead one."""
+        routers = self._routers[unit]
+        alive = [router for router in routers if router.process.alive]
         serving = [router for router in alive if router.serves]
-        return (serving or alive or self._routers)[0]
+        return (serving or alive or routers)[0]
+
+    @property
+    def routers(self) -> Sequence[SimRouter]:
+        """The router of each unit."""
+        return [self.router_of(unit) for unit in range(self.settings.units)]
 
     @property
     def endpoints(self) -> Sequence[ClientEndpoint]:
-        """The current processes that serve clients."""
-        return [self.router, *self.front_ends.alive]
+        """The current processes that can serve clients."""
+        return [*self.routers, *self.front_ends.alive]
+
+    def engines_of(self, unit: int) -> Sequence[str]:
+        """Return the engines of a unit."""
+        return [name for name in sorted(self.engines) if self._groups[name].unit == unit]
 
     def endpoint(self) -> ClientEndpoint:
         """Return the process to which a client connects now: the router or a front end."""
@@ -150,7 +180,8 @@ class Cluster:
             return False
         engine, group = self.engines[engine_id], self._groups[engine_id]
         ranks = [self.engines[rank] for rank in group.ranks]
-        others = [e for e in self.engines.values() if e not in ranks and e.process.alive]
+        unit = [self.engines[name] for name in self.engines_of(group.unit)]
+        others = [e for e in unit if e not in ranks and e.process.alive]
         role = self._shapes[group.name].role
         spare = any(e.settings.engine.role is role for e in others)
         hosts = {e.host for e in others} | {self._host("router")}
@@ -167,10 +198,10 @@ class Cluster:
         """Whether engines outside its group can take over, and no role changes."""
         if self.settings.role_switches:
             return False
-        ranks, role = self._groups[engine_id].ranks, self.engines[engine_id].settings.engine.role
+        group, role = self._groups[engine_id], self.engines[engine_id].settings.engine.role
+        others = [e for n in self.engines_of(group.unit) if (e := self.engines[n]).process.alive]
         return any(
-            e.settings.engine.role is role and e.process.alive and name not in ranks
-            for name, e in self.engines.items()
+            e.settings.engine.role is role and e.engine_id not in group.ranks for e in others
         )
 
     def _siblings_end(self, engine_id: str) -> float:
@@ -199,25 +230,28 @@ class Cluster:
 
         poll()
 
-    def restart_router(self, after_s: float) -> None:
-        """Kill the router and start the next one a while later; a standby takes over at once."""
-        self.router.kill()
-        self.world.after(after_s, self._next_router)
+    def restart_router(self, after_s: float, unit: int = 0) -> None:
+        """Kill a router and start the next one a while later; a standby takes over at once."""
+        self.router_of(unit).kill()
+        self.world.after(after_s, functools.partial(self._next_router, unit))
 
     def held_when_idle(self) -> list[str]:
         """Return descriptions of what the cluster still holds without requests."""
-        found = self.router.held_when_idle()
-        serving = [router.name for router in self._routers if router.serves]
-        if len(serving) > 1:
-            found.append(f"{' and '.join(serving)} both serve")
+        found = [what for router in self.routers for what in router.held_when_idle()]
+        for routers in self._routers:
+            serving = [router.name for router in routers if router.serves]
+            if len(serving) > 1:
+                found.append(f"{' and '.join(serving)} both serve")
         for engine in self.engines.values():
             found += engine.held_when_idle()
         for follower in self._followers:
             if follower.process.alive != follower.engine.process.alive:
                 found.append(f"only one of {follower.engine.name} and {follower.name} has ended")
         found += self.front_ends.held_when_idle()
-        if self.router.serves:
-            found += self.front_ends.knowing_others(self.router.service.registry.alive())
+        if all(router.serves for router in self.routers):
+            registries = [router.service.registry for router in self.routers]
+            alive = [info for registry in registries for info in registry.alive()]
+            found += self.front_ends.knowing_others(alive)
         if self.shared.http.calls:
             found.append(f"{len(self.shared.http.calls)} calls to engines are open")
         return found + self._janitor_failures()
@@ -256,17 +290,19 @@ class Cluster:
         over = {tag: used for tag, used in status.fullest_tenants.items() if used > most_bytes}
         return [f"tenants are above their quotas: {over}"] if over else []
 
-    def _next_router(self) -> None:
-        alive = [router for router in self._routers if router.process.alive]
-        self._routers = [*alive, self._start_router()]
+    def _next_router(self, unit: int) -> None:
+        alive = [router for router in self._routers[unit] if router.process.alive]
+        self._routers[unit] = [*alive, self._start_router(unit)]
 
-    def _router_ended(self) -> None:
-        self.world.after(self.world.pick(_PAUSES_S), self._next_router)
+    def _router_ended(self, unit: int) -> None:
+        self.world.after(self.world.pick(_PAUSES_S), functools.partial(self._next_router, unit))
 
-    def _start_router(self) -> SimRouter:
+    def _start_router(self, unit: int) -> SimRouter:
+        name = f"router-{unit}" if unit else "router"
         return SimRouter(
-            *(self.shared, self.settings.router, self._start("router"), self._host("router")),
-            self._router_ended,
+            *(self.shared, self.shared.units[unit], self.settings.router),
+            *(f"{name}#{self._start(name)}", self._host(name)),
+            functools.partial(self._router_ended, unit),
         )
 
     def _start_group(self, group: _Group) -> None:
@@ -293,7 +329,8 @@ class Cluster:
             self.world.after(_DUPLICATE_ENGINE_S, former.kill)
         settings = engine_settings(self.settings, role, engine_id, api_url)
         failed = functools.partial(self._start_failed, engine_id)
-        engine = SimEngine(self.shared, settings, start, self._host(engine_id), dp, failed)
+        control = self.shared.units[self._groups[engine_id].unit].control
+        engine = SimEngine(self.shared, control, settings, start, self._host(engine_id), dp, failed)
         self.engines[engine_id] = engine
         self._followers += engine.followers
         self.shared.http.servers[settings.engine.api_url] = engine

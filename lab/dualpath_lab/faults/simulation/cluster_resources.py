@@ -85,12 +85,22 @@ class SimProcessTable:
         return self._processes[pid].has_exited and chance.random() < _REUSED
 
 
+class UnitNetworks:
+    """The networks of one scheduler and its standbys, and which of these leads."""
+
+    def __init__(self, world: World, faults: WireFaults, election: LeaderElection) -> None:
+        #: Connections of engines, and of front ends, to the scheduler.
+        self.control, self.links = (Network(world, faults) for _ in range(2))
+        self.leadership = SchedulerLeadership(world, election)
+
+
 class ClusterResources:
     """Networks, storage and processes; ``agents`` are engines by the name of their agent.
 
     ``links``: whether the storage's file system supports hard links.  Its janitor must not evict
-    blocks used in the last ``protect_s``.  ``election`` decides which scheduler leads.  ``views``
-    are what ``/proc`` shows on machines, by name; by default it is complete.
+    blocks used in the last ``protect_s``.  ``election`` decides which scheduler of the first unit
+    leads; that of the second unit, if there are two ``units``, has no standby.  ``views`` are what
+    ``/proc`` shows on machines, by name; by default it is complete.
     """
 
     def __init__(
@@ -101,11 +111,12 @@ class ClusterResources:
         protect_s: float = 0.0,
         election: LeaderElection = LeaderElection.ONE,
         views: Mapping[str, ProcView] = NO_VIEWS,
+        units: int = 1,
     ) -> None:
         self.world = world
         self.wire_faults = WireFaults()
-        #: Connections of engines to the router, and of front ends to the router.
-        self.control, self.links = (Network(world, self.wire_faults) for _ in range(2))
+        elections = (election, *[LeaderElection.ONE] * (units - 1))
+        self.units = [UnitNetworks(world, self.wire_faults, one) for one in elections]
         self.http = HttpNetwork(world)
         self.fabric = InProcessFabric()
         self.transfer_faults = TransferFaults()
@@ -125,7 +136,6 @@ class ClusterResources:
         self._on_host: dict[str, dict[int, Process]] = defaultdict(dict)
         #: Whether a process has exited without proof on its own machine.
         self.unproven = ProcView.FOREIGN in views.values()
-        self.leadership = SchedulerLeadership(world, election)
 
     def process(
         self, name: str, host: str, first_rank: HostProcess | None = None

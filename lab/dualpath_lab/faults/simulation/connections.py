@@ -18,6 +18,8 @@ from dualpath_lab.faults.simulation.event_loop import ProcessLoop
 from dualpath_lab.faults.simulation.world import Process, World
 
 ADDRESS = "tcp://127.0.0.1:5700"
+#: Of the scheduler of each unit, for front ends.
+FRONT_END_ADDRESSES = ("tcp://127.0.0.1:5701", "tcp://127.0.0.1:5711")
 
 _DELAYS_S = (0.0001, 0.0002, 0.0005, 0.002, 0.02)
 _RECONNECT_S = 0.1

@@ -297,13 +297,14 @@ _POLL_S = 0.05
 class SimEngine:
     """An engine from the start of its process to its end; ``name`` has the number of the start.
 
-    Its first rank runs in ``process``; the other ranks are ``followers``.  ``start_failed`` is
-    called if it has ended because it cannot use its storage.
+    Its first rank runs in ``process``; the other ranks are ``followers``.  ``control`` leads to its
+    scheduler.  ``start_failed`` is called if it has ended because it cannot use its storage.
     """
 
     def __init__(
         self,
         shared: ClusterResources,
+        control: Network,
         settings: EmulatedSettings,
         start: int,
         host: str,
@@ -313,7 +314,7 @@ class SimEngine:
         self.settings = settings
         self._start_failed = start_failed
         self._dp = dp
-        self.shared = shared
+        self.shared, self._control = shared, control
         self.engine_id = settings.engine.engine_id
         self.name = f"{self.engine_id}#{start}"
         self.host = host
@@ -499,7 +500,7 @@ class SimEngine:
             self.plane.manager.wake_pump()
 
     def _connect(self, settings: EngineSettings) -> RouterConnection:
-        return EngineConnection(self.shared.control, self.threads)
+        return EngineConnection(self._control, self.threads)
 
     # ------------------------------------------------------------------ owners of memory
 

@@ -33,6 +33,7 @@ from dualpath.engine.ranks.rank import Rank
 from dualpath.node import host_process
 from dualpath.node.host_process import ProcessTable, Sight
 from dualpath.node.system_calls import create_file
+from dualpath.policy.units import UnitPolicy
 from dualpath.router.engine_calls import Job
 from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import Attempt, RequestLife
@@ -48,6 +49,7 @@ from dualpath.router.scheduler.registry import EngineState, Registry
 from dualpath.router.scheduler.releases import Releases
 from dualpath.router.scheduler.remote import RemoteAttempt, RemoteRequest, RemoteScheduling
 from dualpath.router.scheduler.roles import Roles
+from dualpath.router.scheduler.units import UnitRequest
 from dualpath.storage import janitor, posix
 from dualpath.storage.block_file import PlainVerifier
 from dualpath.storage.chain_index import NO_PINS, ChainIndex, Pins, Rows, victims
@@ -201,6 +203,14 @@ FRONT_END_BUGS: dict[str, PlantedBug] = {
     "engines-unnumbered": PlantedBug(
         "a front end is not sent again which engines have joined or were lost",
         replaced(FrontEndServer, "_send", _changes_unnumbered),
+    ),
+    "unit-not-left": PlantedBug(
+        "a request that is retried in another unit does not end in the former one",
+        replaced(UnitRequest, "_leave", lambda self: None),
+    ),
+    "unit-charged": PlantedBug(
+        "a request counts at its unit after its end",
+        replaced(UnitPolicy, "end", lambda self, request_id: None),
     ),
     "undrained": PlantedBug(
         "a terminated engine does not drain its requests",

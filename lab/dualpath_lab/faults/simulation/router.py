@@ -18,11 +18,12 @@ from dualpath.router.requests.request import Attempt
 from dualpath.router.scheduler.leadership import FileLeadership, bound, stop_when_lost
 from dualpath.router.scheduler.leases import LeasedLeadership
 from dualpath.router.scheduler.link_messages import FromFrontEnd, FromScheduler
+from dualpath.router.scheduler.remote import RemoteScheduling
 from dualpath.router.service import RouterService
 from dualpath.router.settings import LinkSettings, RouterSettings
 from dualpath_lab.emulated.router_server import EngineClient
-from dualpath_lab.faults.simulation.cluster_resources import ClusterResources
-from dualpath_lab.faults.simulation.connections import ADDRESS, Connection, Network
+from dualpath_lab.faults.simulation.cluster_resources import ClusterResources, UnitNetworks
+from dualpath_lab.faults.simulation.connections import FRONT_END_ADDRESSES, Connection, Network
 from dualpath_lab.faults.simulation.event_loop import ProcessLoop
 from dualpath_lab.faults.simulation.http import SimTokenApi
 from dualpath_lab.faults.simulation.world import TRUE_CLOCK, Clock
@@ -228,10 +229,10 @@ class SimFrontEnd(ClientEndpoint):
         api = SimTokenApi(shared.http, self.loop, lambda engine: None)
         self._service = LinkedFrontEnd(
             settings,
-            LinkSettings(scheduler=ADDRESS, front_end_name=name),
+            LinkSettings(scheduler=_addresses(shared), front_end_name=name),
             EngineClient(api),
             self.loop.time,
-            connection=SimLink(shared.links, self.loop),
+            connections=[SimLink(unit.links, self.loop) for unit in shared.units],
             epoch=self.name,
         )
         self._watch_streams()
@@ -244,7 +245,10 @@ class SimFrontEnd(ClientEndpoint):
 
     def _watch_streams(self) -> None:
         """Check that decoding streams outlive the scheduler: their tokens come from an engine."""
-        link = self.service.link
+        for link in self.service.links.values():
+            self._watch_streams_of(link)
+
+    def _watch_streams_of(self, link: RemoteScheduling) -> None:
         ended = link._session._end
 
         def watched(reason: str) -> None:
@@ -276,18 +280,23 @@ class SimFrontEnd(ClientEndpoint):
 
     def held_when_idle(self) -> list[str]:
         """Return descriptions of what the process still holds without requests."""
-        link, (waiting, running) = self.service.link, self.service.counts()
-        attempts, calls = link.pending
+        links, (waiting, running) = self.service.links.values(), self.service.counts()
         found = {
             "waiting requests": waiting,
             "running requests": running,
-            "attempts": attempts,
-            "calls": calls,
-            "attempts without a session": len(link.orphans),
+            "attempts": sum(link.pending[0] for link in links),
+            "calls": sum(link.pending[1] for link in links),
+            "attempts without a session": sum(len(link.orphans) for link in links),
             "clients": self.clients,
         }
-        missing = [] if self.serves and link.session else [f"{self.name} has no session"]
+        joined = self.serves and all(link.session for link in links)
+        missing = [] if joined else [f"{self.name} has no session"]
         return missing + [f"{self.name}: {what} {count}" for what, count in found.items() if count]
+
+
+def _addresses(shared: ClusterResources) -> str:
+    """Return the addresses of all schedulers."""
+    return ",".join(FRONT_END_ADDRESSES[: len(shared.units)])
 
 
 # -------------------------------------------------------------------------------------- front ends
@@ -335,11 +344,12 @@ class FrontEnds:
         return [what for one in self._now.values() for what in one.held_when_idle()]
 
     def knowing_others(self, engines: Iterable[EngineInfo]) -> list[str]:
-        """Return descriptions of front ends that do not know exactly the scheduler's engines."""
+        """Return descriptions of front ends that do not know exactly the schedulers' engines."""
         there = {info.writer.id for info in engines}
         found = []
         for one in self.serving:
-            known = {info.writer.id for info in one.service.link.engines.alive()}
+            links = one.service.links.values()
+            known = {info.writer.id for link in links for info in link.engines.alive()}
             if known != there:
                 found.append(
                     f"{one.name} knows lost engines {known - there} and lacks {there - known}"
@@ -367,22 +377,23 @@ _CLOSES_S = (0.0, 0.05, 1.0)
 class SimRouter(ClientEndpoint):
     """A router from the start of its process to its end; it serves clients once it is the leader.
 
-    ``ended`` is called when the process has ended without being killed.
+    ``unit`` has its networks.  ``ended`` is called when the process has ended without being killed.
     """
 
     def __init__(
         self,
         shared: ClusterResources,
+        unit: UnitNetworks,
         settings: RouterSettings,
-        start: int,
+        name: str,
         host: str,
         ended: Callable[[], None],
     ) -> None:
-        super().__init__(shared, f"router#{start}", host, shared.leadership.clock())
-        self._ended = ended
-        self._leadership = shared.leadership.leadership(self.process, self.loop.time)
+        super().__init__(shared, name, host, unit.leadership.clock())
+        self._ended, self._unit = ended, unit
+        self._leadership = unit.leadership.leadership(self.process, self.loop.time)
         self._sockets = tuple(
-            (network, network.listen(self.loop)) for network in (shared.control, shared.links)
+            (network, network.listen(self.loop)) for network in (unit.control, unit.links)
         )
         (_, engines), (_, front_ends) = self._sockets
         self._service = RouterService(
@@ -408,7 +419,7 @@ class SimRouter(ClientEndpoint):
 
     async def _serve_as_leader(self) -> None:
         await self._leadership.acquired()
-        self._shared.leadership.check(self.process)
+        self._unit.leadership.check(self.process)
         self.service.scheduler.is_leader = self._may_act
         if isinstance(self._leadership, LeasedLeadership):  # others last as long as the process
             await stop_when_lost(
@@ -424,7 +435,7 @@ class SimRouter(ClientEndpoint):
         if not self._leadership.held:
             self.lost_leadership = True
             return False
-        self._shared.leadership.check(self.process)
+        self._unit.leadership.check(self.process)
         return True
 
     async def _step_down(self) -> None:

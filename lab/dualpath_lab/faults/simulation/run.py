@@ -380,7 +380,7 @@ class _Run:
         if settings.role_switches:
             world.note("world", f"{settings.role_switches} role changes are requested")
         if settings.front_ends:
-            world.note("world", f"{settings.front_ends} front ends")
+            world.note("world", f"{settings.front_ends} front ends of {settings.units} units")
         if settings.standby.leased:
             world.note("world", f"the leader is elected by {settings.standby}")
         if settings.costs is SLOW_COSTS:
@@ -407,6 +407,7 @@ class _Run:
         )
         features = {ClusterFeature.RANKS} if settings.tensor_parallel != ONE_RANK else set()
         features |= {ClusterFeature.FRONT_ENDS} if settings.front_ends else set()
+        features |= {ClusterFeature.UNITS} if settings.units > 1 else set()
         features |= {ClusterFeature.LEASE} if settings.standby.leased else set()
         possible = [kind for kind in kinds if kind.needs in (None, *features)]
         self.adversary = Adversary(world, self.cluster, self.clients, self.faults, possible)

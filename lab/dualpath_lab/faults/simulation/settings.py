@@ -75,7 +75,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     engines each; a group of one rank is a plain engine.  ``standby`` is how the leading router is
     elected, if there are two.  ``quota_blocks`` above 0 limits the storage, and every engine may
     become its janitor.  ``links``: whether its file system supports hard links.  ``front_ends`` are
-    separate processes; the router serves clients as well.  ``role_switches`` counts requests for
+    separate processes; the router serves clients as well.  With two ``units`` they also know a
+    second scheduler, which has an engine of each role.  ``role_switches`` counts requests for
     another role; some of these also change the size of a group.  The engines of each machine share
     ``node_dram_blocks`` if it is above 0.  Each run draws its number of agents from ``agents``,
     the number of turns of each from ``turns`` and every pause between two turns from ``pauses_s``.
@@ -101,6 +102,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     quota_blocks: int = 0
     links: bool = True
     front_ends: int = 0
+    units: int = 1
     role_switches: int = 0
     node_dram_blocks: int = 0
     proc: ProcView = ProcView.COMPLETE
@@ -224,6 +226,7 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         quota_blocks=_quota_blocks(world.seed),
         links=world.seed % 5 != 0,
         front_ends=front_ends,
+        units=units_of_seed(world.seed),
         node_dram_blocks=_node_dram_blocks(world.seed),
         proc=_proc(world.seed),
     )
@@ -241,6 +244,14 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
 def _front_ends(seed: int) -> int:
     """Return the number of front ends: every fourth cluster has some, half with a standby."""
     return Random(f"front ends of {seed}").choice((1, 2, 2, 3)) if seed % 8 in (1, 3) else 0
+
+
+def units_of_seed(seed: int) -> int:
+    """Return the number of units: half of the clusters with front ends have two.
+
+    Not where roles change: requests for another role name engines of the first unit.
+    """
+    return Random(f"units of {seed}").choice((1, 2)) if _front_ends(seed) and seed % 7 != 3 else 1
 
 
 def _standby(seed: int) -> LeaderElection:

@@ -1,4 +1,4 @@
-"""What is asked of a whole cluster without vLLM: the live page, pauses and roles."""
+"""What is asked of a whole cluster without vLLM: the live page, pauses, drains and roles."""
 
 from aiohttp import web
 
@@ -13,7 +13,7 @@ from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.requests.limits import ArrivingBodies, BodyRefusedError
 from dualpath.router.scheduler.pauses import PAUSE_PATH, no_such_engine
 from dualpath.router.scheduler.role_calls import ROLES_PATH, roles_call
-from dualpath.router.scheduler.scheduler import Scheduler
+from dualpath.router.scheduler.scheduler import DRAIN_PATH, Scheduler
 from dualpath.router.token_api.statuses import NOT_FOUND
 from dualpath.router.token_api.wire import ApiError
 
@@ -31,6 +31,8 @@ class ClusterCalls:
         app.router.add_get("/dualpath/v1/dashboard", self._dashboard)
         app.router.add_post(PAUSE_PATH, self._pause)
         app.router.add_delete(PAUSE_PATH, self._pause)
+        app.router.add_post(DRAIN_PATH, self._drain)
+        app.router.add_delete(DRAIN_PATH, self._drain)
         app.router.add_get(ROLES_PATH, self._roles)
         app.router.add_post(ROLES_PATH, self._roles)
 
@@ -39,6 +41,9 @@ class ClusterCalls:
         if self._scheduler.pause_engine(engine_id, paused=paused):
             return json_answer({"engine_id": engine_id, "paused": paused})
         return json_answer({"error": ApiError(no_such_engine(engine_id), NOT_FOUND)}, NOT_FOUND)
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        return json_answer(self._scheduler.drain(draining=request.method == "POST"))
 
     async def _roles(self, request: web.Request) -> web.Response:
         try:

@@ -4,6 +4,7 @@ Engines and front ends have their own addresses; this HTTP server is for operato
 
     GET  /dualpath/v1/status    engines, queues and recent decisions
     GET, POST /dualpath/v1/roles, POST, DELETE /dualpath/v1/engines/ENGINE/pause
+    POST, DELETE /dualpath/v1/drain
     GET  /dashboard             the live page
     GET  /health                200 while requests can be placed, else 503 and why
     GET  /metrics               engines, assignments and storage; requests are their front ends'

@@ -5,6 +5,7 @@ request ends; what engines report is read at every scrape (``engine_metrics``).
 """
 
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 from dualpath.core.cluster import Role
 from dualpath.policy.events import Assignment
 from dualpath.policy.session_warmth import REASONS
+from dualpath.policy.units import UNIT_REASONS, UnitChoice
 from dualpath.router.hit_account import LOOKUP_FAILURES, HitAccount
 from dualpath.router.observe.engine_metrics import EngineCollector, text_format
 from dualpath.router.refusals import ControlRefusal, HttpRefusal, http_refusal
@@ -199,6 +201,32 @@ class RouterMetrics:
         return Histogram(
             f"dualpath:{name}", text, labels, buckets=tuple(buckets), registry=self.registry
         )
+
+    def define_units(self, units: Iterable[str]) -> None:
+        """Define the metrics of a front end that knows several units."""
+        names = tuple(units)
+        self._unit_attempts = self._counter(
+            "unit_attempts", "Attempts at requests by unit, and why in this one.", "unit", "reason"
+        )
+        for unit, reason in itertools.product(names, UNIT_REASONS):
+            self._unit_attempts.labels(unit, reason)
+        self._unit_serves = Gauge(
+            "dualpath:unit_serves",
+            "Whether the unit has a session with this front end and engines of both roles.",
+            ("unit",),
+            registry=self.registry,
+            multiprocess_mode="livemin",
+        )
+        for unit in names:
+            self._unit_serves.labels(unit).set(0)
+
+    def unit_chosen(self, choice: UnitChoice) -> None:
+        """Count an attempt in a unit."""
+        self._unit_attempts.labels(choice.unit, choice.reason).inc()
+
+    def unit_serves(self, unit: str, *, serves: bool) -> None:
+        """Note whether a unit serves at present."""
+        self._unit_serves.labels(unit).set(int(serves))
 
     def assigned(self, assignment: Assignment) -> None:
         """Count a decision."""

@@ -16,5 +16,6 @@
 - ``front_end_server``: sessions of front ends that are processes of their own
 - ``link_messages``: their messages
 - ``remote``: ``Scheduling`` at such a front end
+- ``units``: ``Scheduling`` at a front end that knows several schedulers, each with its engines
 - ``leadership`` and ``leases``: the leader among standby schedulers
 """

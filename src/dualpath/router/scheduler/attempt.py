@@ -126,6 +126,7 @@ class EngineAttempt(AttemptChannel):
         super().__init__(order.attempt_id)
         self._scheduler = scheduler
         self._order = order
+        self.prompt_tokens = order.prompt_tokens
         self._listener = listener
         self._use_cached = order.use_cached and scheduler.settings.dram_tier
         self._stages = Stages(scheduler.clock, self._staged, order.number)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dualpath.core.control import (
-    Ack,
     Deregister,
     Envelope,
     Refused,
@@ -130,6 +129,8 @@ class FrontEndSession:
         self._listeners: dict[str, _Listener] = {}
         self._attempts: dict[str, EngineAttempt] = {}
         self._placed: set[str] = set()
+        #: Prompt tokens of the attempts.
+        self.prompt_tokens = 0
         self._refused: dict[str, DualPathError] = {}
         self._tasks: dict[asyncio.Task[None], str] = {}
 
@@ -183,7 +184,7 @@ class FrontEndSession:
             request.end()
         self._requests.clear()
         self._keys.clear()
-        held = len(self._attempts) + len(self._placed) + len(self._listeners)
+        held = len(self._attempts) + len(self._placed) + len(self._listeners) + self.prompt_tokens
         assert held == 0, "a closed session holds no attempt"
 
     def _named(self, names: Iterable[tuple[str, str]]) -> list[EngineInfo]:
@@ -221,6 +222,7 @@ class FrontEndSession:
 
     def _own(self, name: str, attempt: "EngineAttempt", listener: _Listener) -> None:
         self._attempts[name], self._listeners[name] = attempt, listener
+        self.prompt_tokens += attempt.prompt_tokens
         attempt.broken.add_done_callback(lambda broken: self._broken(name, attempt, broken))
 
     async def _offer(self, message: m.OfferAttempt) -> None:
@@ -229,6 +231,7 @@ class FrontEndSession:
         request = self._requests.pop(message.request_id, None)
         if attempt is None or request is None:
             raise EngineLostError(f"attempt {message.attempt_id} is closed")
+        self.prompt_tokens -= attempt.prompt_tokens
         self._keys.pop(message.request_id)
         self._placed.discard(message.attempt_id)
         listener = self._listeners.pop(message.attempt_id)
@@ -307,6 +310,7 @@ class FrontEndSession:
         self._scheduler.handovers.first_leg_ended(attempt_id)
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is not None:
+            self.prompt_tokens -= attempt.prompt_tokens
             for work, name in list(self._tasks.items()):
                 if name == attempt_id:
                     work.cancel()
@@ -378,7 +382,7 @@ class FrontEndServer:
         self._front_ends: dict[str, _FrontEndState] = {}
         self._check_gap_s = timeout_s / CHECKS_PER_TIMEOUT
         self._stalls = OwnStalls(clock(), self._check_gap_s)
-        self._loops = SessionLoops(socket, self._received)
+        self.loops = SessionLoops(socket, self._received)
         self.refusals = ControlRefusals()
         self.address = ""
         #: What the engines had in common at the last change.
@@ -386,15 +390,15 @@ class FrontEndServer:
 
     async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:
         """Bind and serve, if it does not yet; raises ``ConfigError`` as ``ControlServer.start``."""
-        if self._loops.tasks:
+        if self.loops.tasks:
             return
         timers = {self._check_liveness: self._check_gap_s, self._acknowledge: ACKNOWLEDGE_S}
-        self.address = await self._loops.start(host, port, secret, self.refusals, timers)
+        self.address = await self.loops.start(host, port, secret, self.refusals, timers)
         self._scheduler.membership.listeners.append(self._engines_changed)
 
     async def stop(self) -> None:
         """End all sessions, then close; idempotent, also while it does."""
-        if not self._loops.tasks:
+        if not self.loops.tasks:
             return
         self._scheduler.membership.listeners.remove(self._engines_changed)
         # Later messages are for the next scheduler.  Front ends are notified before the engines'
@@ -403,7 +407,7 @@ class FrontEndServer:
             front_end.frames.flush()
             if front_end.live:
                 self._request_reregister(front_end.identity, front_end.talk.session)
-        await self._loops.stop()
+        await self.loops.stop()
         for front_end in self._front_ends.values():
             self._lose(front_end, "the scheduler ends")
 
@@ -451,7 +455,7 @@ class FrontEndServer:
         self, identity: bytes, message: m.SchedulerMessage, session: str = ""
     ) -> None:
         for frame in frames_of([unnumbered(message, session)]):
-            self._loops.post(identity, frame)
+            self.loops.post(identity, frame)
 
     def _check_liveness(self) -> None:
         """End sessions of front ends that were silent too long."""
@@ -464,10 +468,27 @@ class FrontEndServer:
 
     def _acknowledge(self) -> None:
         now_s = self._clock()
-        for front_end in self._front_ends.values():
-            quiet = now_s - front_end.spoken_s >= HEARTBEAT_S
-            if front_end.live and (front_end.talk.ack_pending or quiet):
-                self._post(front_end, front_end.talk.send_lossy(Ack()))
+        self._report_load(
+            front_end
+            for front_end in self._front_ends.values()
+            if front_end.talk.ack_pending or now_s - front_end.spoken_s >= HEARTBEAT_S
+        )
+
+    def load_changed(self) -> None:
+        """Report the load of this unit to all front ends now."""
+        self._report_load(self._front_ends.values())
+
+    def _report_load(self, receivers: Iterable[_FrontEndState]) -> None:
+        live = [one for one in receivers if one.session is not None]
+        if not live:
+            return
+        sessions = [one.session for one in self._front_ends.values() if one.session is not None]
+        tokens = self._scheduler.own_prompt_tokens() + sum(one.prompt_tokens for one in sessions)
+        for front_end in live:
+            assert front_end.session is not None
+            others_tokens = tokens - front_end.session.prompt_tokens
+            load = m.UnitLoad(others_tokens, self._scheduler.draining)
+            self._post(front_end, front_end.talk.send_lossy(load))
 
     def _received(self, identity: bytes, frames: Sequence[bytes]) -> None:
         try:
@@ -513,7 +534,7 @@ class FrontEndServer:
             return
         front_end = self._front_ends.get(hello.name)
         if front_end is None:
-            front_end = _FrontEndState(hello.name, self._loops.post)
+            front_end = _FrontEndState(hello.name, self.loops.post)
             self._front_ends[hello.name] = front_end
         if (event := front_end.registers(hello)) is not None:
             front_end.identity = identity
@@ -576,6 +597,7 @@ class FrontEndServer:
             self._scheduler, lambda message: self._send(front_end, message)
         )
         self._send(front_end, self._engines_update())
+        self._report_load([front_end])
 
     def _lose(self, front_end: _FrontEndState, reason: str) -> None:
         session, front_end.session = front_end.session, None

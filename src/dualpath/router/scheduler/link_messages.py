@@ -7,8 +7,8 @@ its event loop go together.
                             DecodingStarted EndAttempt EndRequest SuspectEngine AwaitLiveness
                             HintSession OfferAttempt TakeAttempt, and core.control's
                             deregistration
-    scheduler → front end   EnginesUpdate EnginesChanged AttemptEvents AttemptBroken CallResult
-                            CallFailed, and core.control's answers to a registration and acks
+    scheduler → front end   EnginesUpdate EnginesChanged UnitLoad AttemptEvents AttemptBroken
+                            CallResult CallFailed, and core.control's answers to a registration
 
 Sessions are those of engines (``core.sessions``): numbered messages, acknowledged and resent, an
 epoch for each end; nothing is carried from one session to the next unless it is begun again.
@@ -24,7 +24,6 @@ import msgspec
 from dualpath.core import errors
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.control import (
-    Ack,
     Deregister,
     Envelope,
     Message,
@@ -47,7 +46,7 @@ from dualpath.router.scheduling import (
 )
 
 #: Incremented whenever a message changes its meaning; both ends must agree.
-LINK_VERSION = 6
+LINK_VERSION = 7
 
 
 class FrontEndRegister(Message, frozen=True, tag=True):
@@ -201,6 +200,18 @@ class EnginesChanged(Message, frozen=True, tag=True):
     lost: tuple[tuple[Name, Name], ...] = ()
 
 
+class UnitLoad(Message, frozen=True, tag=True):
+    """Acknowledges, is the scheduler's sign of life, and reports the load of its unit.
+
+    ``others_tokens`` are the prompt tokens of all attempts that are open, those of this front end
+    not counted.  ``draining``: an operator has asked that new requests go to other units.  It has
+    no number, because the next one replaces it.
+    """
+
+    others_tokens: int = 0
+    draining: bool = False
+
+
 class PlacedOn(msgspec.Struct, frozen=True, tag=True):
     """``Placed`` by engine id and epoch: the front end knows the engines already.
 
@@ -277,9 +288,9 @@ FrontEndMessage = (
 SchedulerMessage = (
     Registered
     | Refused
-    | Ack
     | EnginesUpdate
     | EnginesChanged
+    | UnitLoad
     | AttemptEvents
     | AttemptBroken
     | CallResult

@@ -421,10 +421,12 @@ class RemoteScheduling:
         self._name, self._epoch, self._address = name, epoch, address
         self.engines = EnginesView(self._away("is not connected"), adapters or ServedAdapters({}))
         self.caches_answers = False
+        #: As the scheduler has reported it last in this session.
+        self.load = m.UnitLoad()
         self._connection = connection
         self._frames: Frames[m.FrontEndMessage] = Frames(connection.send)
         self._clock = clock
-        self._membership = Membership(self.engines)
+        self.membership = Membership(self.engines)
         self._session: RouterSession[m.FrontEndMessage, m.SchedulerMessage] = RouterSession(
             self._register, m.Heartbeat, self._take, self._ended
         )
@@ -453,7 +455,7 @@ class RemoteScheduling:
 
     async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for live engines; raises ``DeadlineError`` with what is missing."""
-        await self._membership.wait(prefill, decode, timeout_s, self._address)
+        await self.membership.wait(prefill, decode, timeout_s, self._address)
 
     def begin(self, order: RequestOrder) -> "RemoteRequest":
         """Register a request that has arrived."""
@@ -503,10 +505,21 @@ class RemoteScheduling:
         if not call.cancelled() and call.exception() is None:
             TakenAttempt(self, call.result()).close("its second leg was cancelled")
 
+    def break_unplaced(self, why: str) -> None:
+        """Break off the attempts that have no engines yet, so that they are placed elsewhere."""
+        for attempt in self._attempts.values():
+            if attempt.decode_engine is None:
+                attempt.break_off(SchedulerLostError(why))
+
     @property
     def pending(self) -> tuple[int, int]:
         """The attempts that are open, and the calls without a result."""
         return len(self._attempts), len(self._calls)
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the scheduler has sent nothing in this session or registration."""
+        return self._session.silent_s(self._clock())
 
     @property
     def session(self) -> str:
@@ -559,6 +572,8 @@ class RemoteScheduling:
             case m.EnginesChanged():
                 self.engines.change(message)
                 self._engines_changed()
+            case m.UnitLoad():
+                self.load = message
             case m.AttemptEvents():
                 self._notify(message)
             case m.AttemptBroken() if message.attempt_id in self._attempts:
@@ -569,7 +584,7 @@ class RemoteScheduling:
     def _engines_changed(self) -> None:
         if len(self.orphans):
             self.orphans.update(self.engines.alive())
-        self._membership.changed()
+        self.membership.changed()
 
     def _notify(self, message: m.AttemptEvents | m.CallResult | m.CallFailed) -> None:
         if (attempt := self._attempts.get(message.attempt_id)) is not None:
@@ -590,6 +605,7 @@ class RemoteScheduling:
         """The session has ended; attempts that decode go on."""
         why = self._away(f"is lost: {reason}")
         self.engines.clear(why)
+        self.load = m.UnitLoad()
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(SchedulerLostError(why))
@@ -597,6 +613,7 @@ class RemoteScheduling:
             if not attempt.decoding:
                 attempt.break_off(SchedulerLostError(why))
         self.orphans.begin(a for a in self._attempts.values() if a.decoding)
+        self.membership.changed()
 
     def _away(self, how: str) -> str:
         return f"the scheduler at {self._address} {how}; check that it runs there, and its log"

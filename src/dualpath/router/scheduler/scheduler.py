@@ -66,6 +66,10 @@ class OwnRequests(Protocol):
         ...
 
 
+#: POST: front ends that know other schedulers send new requests to those; DELETE: no longer.
+DRAIN_PATH = "/dualpath/v1/drain"
+
+
 class NoRequests:
     """The ``OwnRequests`` of a process that has no clients."""
 
@@ -101,6 +105,8 @@ class Scheduler:
         timeout_s = settings.engine_timeout_s
         #: Whether this process is the leader of the standby schedulers and may place requests.
         self.is_leader: Callable[[], bool] = lambda: True
+        #: Whether front ends that know other schedulers send their new requests to those.
+        self.draining = False
         self.registry = Registry(
             settings.mode,
             ServedAdapters(adapter_paths or {}),
@@ -250,6 +256,17 @@ class Scheduler:
             self.pauses.resume(engine_id, Pause.ASKED)
         return True
 
+    def drain(self, *, draining: bool) -> dict[str, Any]:
+        """Ask front ends that know other schedulers for no new requests, or for new ones again.
+
+        Requests that are under way go on.  Lasts until this process ends.  Returns the body of the
+        answer to a call of ``DRAIN_PATH``.
+        """
+        self.draining = draining
+        self.front_ends.load_changed()
+        waiting, running = self.counts()
+        return {"draining": draining, "waiting": waiting, "running": running}
+
     def unready(self) -> str | None:
         """Return why no request can be placed at present, None if one can."""
         return missing_engines(self.registry)
@@ -260,10 +277,15 @@ class Scheduler:
         others_waiting, others_running = self.front_ends.counts()
         return waiting + others_waiting, running + others_running
 
+    def own_prompt_tokens(self) -> int:
+        """Return the prompt tokens of the requests of this process's own clients."""
+        return sum(record.prompt_tokens for record in self._own().running)
+
     def status(self) -> dict[str, Any]:
         """Return the body of ``GET /dualpath/v1/status``."""
         waiting, running = self.counts()
-        return status_report(
+        draining = {"draining": True} if self.draining else {}
+        return draining | status_report(
             self.registry,
             self.metrics,
             waiting=waiting,
@@ -276,7 +298,7 @@ class Scheduler:
 
     def _load(self) -> Load:
         recent = self._dispatch.recent if self._dispatch is not None else ()
-        return Load(self._own().running, *self.counts(), recent)
+        return Load(self._own().running, *self.counts(), recent, self.draining)
 
     # ------------------------------------------------------------------ for attempts
 

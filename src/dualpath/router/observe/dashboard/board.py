@@ -250,12 +250,16 @@ _MAX_ENDED = 16384
 
 
 class Load(NamedTuple):
-    """What only the service knows: open requests, how many have engines, latest decisions."""
+    """What only the service knows: open requests, how many have engines, latest decisions.
+
+    ``draining``: an operator has asked that new requests go to other schedulers.
+    """
 
     open_requests: Iterable[RequestRecord]
     waiting: int
     running: int
     placements: Iterable[Placement]
+    draining: bool = False
 
 
 class Dashboard:
@@ -346,6 +350,7 @@ class Dashboard:
             "mode": registry.mode.value if registry.mode else None,
             "mode_note": ORACLE_NOTE if registry.mode is Mode.ORACLE else None,
             "model": model_name(registry),
+            **({"draining": True} if load.draining else {}),
             "waiting": load.waiting,
             "running": load.running,
             "engines": {role.value: _liveness(engines, role) for role in Role},

@@ -54,7 +54,8 @@ function liveView(report, history) {
   for (const node of report.nodes) sides[node.role].push(node);
   return {
     kind: "live",
-    subject: [report.model, report.mode && `mode ${report.mode}`, report.mode_note]
+    subject: [report.model, report.mode && `mode ${report.mode}`, report.mode_note,
+      report.draining && "draining: new requests go to other schedulers"]
       .filter(Boolean).join(" · ") || "no engine has registered yet",
     tiles: liveTiles(report, history),
     picture: livePicture(report, sides),
