@@ -72,6 +72,9 @@ class ScriptedService:
     def turned_away(self):
         return None
 
+    def retry_after_s(self):
+        return 1
+
     def unready(self):
         return missing_engines(self.registry)
 

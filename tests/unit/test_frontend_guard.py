@@ -54,6 +54,9 @@ class Service:
     def turned_away(self) -> OverloadedError | None:
         return OverloadedError(self.full) if self.full else None
 
+    def retry_after_s(self):
+        return 7
+
 
 def with_state(app: FastAPI, service: Service, *keys: str) -> None:
     """The arguments that `make_app` passes to the middleware."""
@@ -142,7 +145,7 @@ async def test_a_full_router_is_429_with_retry_after(guarded):
     service.full = "8192 requests are under way"
     early = await client.post("/v1/completions", content=b"{}")
     for answer in (early, late):
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
         assert "8192 requests" in answer.json()["error"]["message"]
     assert (await client.get("/health")).status_code == 200
 

@@ -16,7 +16,7 @@ import ssl
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -155,6 +155,7 @@ class CompletionRequest(msgspec.Struct):
     cache_salt: str | None = None
     stream: bool = False
     session_id: str | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
     vllm_xargs: dict[str, Any] = {}
 
 
@@ -285,6 +286,7 @@ class RouterServer:
             hints=session_hints(
                 completion.vllm_xargs, completion.session_id or headers.get(SESSION_HEADER)
             ),
+            priority=completion.priority,
         )
 
     async def _models(self, request: web.Request) -> web.Response:

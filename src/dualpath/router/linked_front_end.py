@@ -64,7 +64,7 @@ class LinkedFrontEnd(FrontEnd):
             ServedAdapters(adapter_paths or {}),
         )
         # It has no engines of its own: none registers with it.
-        metrics = RouterMetrics(Registry(), dict, clock)
+        metrics = RouterMetrics(Registry(), dict, clock, settings.tenant_weights)
         super().__init__(settings, self.link, metrics, engine_calls, clock, _kept_nowhere)
 
     @property
@@ -102,6 +102,7 @@ class LinkedFrontEnd(FrontEnd):
             "engines": [_engine(engine) for engine in engines.alive()],
             "waiting": waiting,
             "running": running,
+            "queue": self.admission.report(),
         }
 
 

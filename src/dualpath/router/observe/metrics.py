@@ -19,7 +19,7 @@ from dualpath.policy.events import Assignment
 from dualpath.policy.session_warmth import REASONS
 from dualpath.router.hit_account import LOOKUP_FAILURES, HitAccount
 from dualpath.router.observe.engine_metrics import EngineCollector, text_format
-from dualpath.router.refusals import ControlRefusal, HttpRefusal, http_refusal
+from dualpath.router.refusals import ControlRefusal, HttpRefusal, QueueRefusal, http_refusal
 from dualpath.router.scheduler.registry import Registry
 from dualpath.router.scheduler.roles import ASKED, SWITCH_ENDS, Switch, SwitchState
 from dualpath.router.stages import OUTCOMES, RequestRecord, Stage
@@ -55,11 +55,16 @@ def metrics_writer(front_end: str) -> str:
     return hashlib.sha256(front_end.encode()).hexdigest()[:16]
 
 
+#: The tenant of requests without a ``cache_salt``, in labels and settings.
+NO_TENANT = "none"
+
+
 class RouterMetrics:
     """All metrics of one router; ``exposition`` is the body of ``/metrics``.
 
     ``control_refusals`` returns the control server's counts of refusals; ``registry`` records by
-    ``clock`` when a message of an engine was last received.
+    ``clock`` when a message of an engine was last received.  ``tenants`` are counted by name while
+    their requests wait, all others together.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class RouterMetrics:
         registry: Registry,
         control_refusals: Callable[[], Mapping[ControlRefusal, int]],
         clock: Callable[[], float] = time.monotonic,
+        tenants: Iterable[str] = (),
     ) -> None:
         self.registry = CollectorRegistry()
         self.hit_tokens = 0
@@ -75,6 +81,7 @@ class RouterMetrics:
         self.retries = 0
         self._scheduler_s = 0.0
         self._define_requests()
+        self._define_queue(tenants)
         self._define_tokens()
         self._define_scheduling()
         self.registry.register(_ControlRefusals(control_refusals))
@@ -141,6 +148,26 @@ class RouterMetrics:
         self._waiting = self._gauge("requests_waiting", "Requests without an assignment.")
         self._running = self._gauge("requests_running", "Requests with an assignment.")
 
+    def _define_queue(self, tenants: Iterable[str]) -> None:
+        queued = self._gauge(
+            "queued_requests",
+            "Requests that wait in the front end's queue: without a cache_salt (none), of tenants "
+            "with a weight, and of all others (other).",
+            "tenant",
+        )
+        self._queued = {name: queued.labels(name) for name in (NO_TENANT, *tenants)}
+        self._queued_others = queued.labels("other")
+        self._queue_wait = self._histogram(
+            "queue_wait_seconds",
+            "Time of admitted requests in the front end's queue.",
+            _STAGE_BUCKETS_S,
+        )
+        self._queue_refusals = self._counter(
+            "queue_refusals", "Requests that the front end's queue refused, by reason.", "reason"
+        )
+        for reason in QueueRefusal:
+            self._queue_refusals.labels(reason)
+
     def _define_tokens(self) -> None:
         self._prompt = self._counter("prompt_tokens", "Prompt tokens prefilled.")
         self._hit = self._counter("hit_tokens", "Prompt tokens with KV-cache that was loaded.")
@@ -191,9 +218,11 @@ class RouterMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"dualpath:{name}", text, labels, registry=self.registry)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         # Of processes that share a port, the sum over those that live.
-        return Gauge(f"dualpath:{name}", text, registry=self.registry, multiprocess_mode="livesum")
+        return Gauge(
+            f"dualpath:{name}", text, labels, registry=self.registry, multiprocess_mode="livesum"
+        )
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
         return Histogram(
@@ -281,6 +310,18 @@ class RouterMetrics:
         """Count an HTTP request if this answer, or the part of it in ``body``, refuses it."""
         if (reason := http_refusal(status, body)) is not None:
             self._http_refusals.labels(reason).inc()
+
+    def queued(self, tenant: str, more: int) -> None:
+        """Count ``more`` waiting requests of a tenant, by its tag."""
+        self._queued.get(tenant or NO_TENANT, self._queued_others).inc(more)
+
+    def admitted(self, waited_s: float) -> None:
+        """Count a request that has left the queue for the scheduler."""
+        self._queue_wait.observe(waited_s)
+
+    def queue_refused(self, reason: QueueRefusal) -> None:
+        """Count a request that the queue refuses."""
+        self._queue_refusals.labels(reason).inc()
 
     def began(self) -> None:
         """Count a request that waits."""
