@@ -314,7 +314,11 @@ class RouterSettings(Settings, frozen=True):
     ] = 60.0
     quiet_timeout_s: Annotated[
         float,
-        Setting("a connection that begins no HTTP request within this time is closed", gt=0),
+        Setting(
+            "a connection that begins no HTTP request within this time is closed; after an answer "
+            "it has VLLM_HTTP_TIMEOUT_KEEP_ALIVE if that is longer",
+            gt=0,
+        ),
     ] = 30.0
     max_connections: Annotated[
         int,

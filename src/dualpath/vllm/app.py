@@ -294,7 +294,8 @@ async def serve_app(
     """
     log_config = get_uvicorn_log_config(args)
     service: ClientFrontEnd = app.state.dualpath_service
-    connections = Connections(connection_limits(service.settings), service.metrics)
+    idle_s = envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+    connections = Connections(connection_limits(service.settings, idle_s), service.metrics)
 
     async def drain() -> None:
         if shared is None:
@@ -314,7 +315,7 @@ async def serve_app(
             port=args.port,
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
-            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            timeout_keep_alive=idle_s,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
             h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
             h11_max_header_count=args.h11_max_header_count,

@@ -338,11 +338,15 @@ _NO_FILES_LEFT = (
 _NO_FILES = NoFilesFilter()
 
 
-def connection_limits(settings: RouterSettings) -> ConnectionLimits:
-    """Return the limits of a router's server: a stream may need two more files, at its engines."""
+def connection_limits(settings: RouterSettings, idle_s: float = 0.0) -> ConnectionLimits:
+    """Return the limits of a router's server: a stream may need two more files, at its engines.
+
+    ``idle_s`` is the time after which the server itself closes a connection between two requests.
+    """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = settings.max_connections if files == resource.RLIM_INFINITY else files // 3
-    return ConnectionLimits(min(settings.max_connections, allowed), settings.quiet_timeout_s)
+    most = min(settings.max_connections, allowed)
+    return ConnectionLimits(most, settings.quiet_timeout_s, idle_s)
 
 
 def server_limits() -> ConnectionLimits:
