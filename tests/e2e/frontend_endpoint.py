@@ -95,7 +95,7 @@ class ScriptedService:
     def status(self):
         return {"mode": "dualpath", "engines": []}
 
-    def exposition(self):
+    async def scrape(self):
         return b"# TYPE dualpath:requests counter\ndualpath:requests 7\n"
 
     async def submit(self, job):

@@ -56,6 +56,7 @@ from dualpath.router.http.server import (
 )
 from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.linked_front_end import LinkedFrontEnd
+from dualpath.router.observe.loop_lag import measure_loop_lag
 from dualpath.router.requests.limits import (
     ArrivingBodies,
     BodyRefusedError,
@@ -315,7 +316,7 @@ class RouterServer:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(
-            body=self._service.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            body=await self._service.scrape(), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
 
@@ -429,6 +430,7 @@ async def run_emulated_router(
     allow_many_streams()
     async with emulated_router(settings, host, port, tls) as (endpoint, service):
         collect_seldom()
+        measure_loop_lag(service.metrics.loop_lagged)
         print(
             f"dualpath emulated router: token ids at {endpoint}/v1, engines register at "
             f"{service.scheduler.server.address}{_front_ends(service)}",
@@ -449,6 +451,7 @@ async def run_emulated_front_end(
     shared = SharedPort() if link.share_port else None
     async with emulated_front_end(settings, link, host, port, shared, tls) as (endpoint, service):
         collect_seldom()
+        measure_loop_lag(service.metrics.loop_lagged)
         print(
             f"dualpath emulated front end: token ids at {endpoint}/v1, scheduler at "
             f"{service.scheduler_address}",

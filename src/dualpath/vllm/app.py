@@ -42,6 +42,7 @@ from dualpath.router.connections import Connections, uvicorn_protocol
 from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.observe.dashboard.board import Dashboard
 from dualpath.router.observe.dashboard.page_file import dashboard_page
+from dualpath.router.observe.loop_lag import measure_loop_lag
 from dualpath.router.observe.metrics import shared_metrics
 from dualpath.router.observe.status import ORACLE_NOTE
 from dualpath.router.requests.limits import RequestLimits, connection_limits
@@ -306,6 +307,7 @@ async def serve_app(
 
     app.state.dualpath_shared_port = shared
     collect_seldom()
+    measure_loop_lag(service.metrics.loop_lagged)
     drain_on_sigterm(drain)
     try:
         shutdown: Awaitable[None] = await serve_http(
@@ -353,7 +355,7 @@ def _metrics_endpoint(service: ClientFrontEnd) -> Callable[[Request], Awaitable[
     async def metrics(request: Request) -> Response:
         # With metrics shared by several processes, the exposition already contains vLLM's metrics.
         vllms = b"" if shared_metrics() else generate_latest(get_prometheus_registry())
-        body = vllms + service.exposition()
+        body = vllms + await service.scrape()
         return Response(body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return metrics

@@ -4,6 +4,7 @@ The router's own figures are counters and histograms, most of them written once,
 request ends; what engines report is read at every scrape (``engine_metrics``).
 """
 
+import asyncio
 import hashlib
 import os
 import time
@@ -26,6 +27,7 @@ from dualpath.router.stages import OUTCOMES, RequestRecord, Stage
 
 _STAGE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _DECISION_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.05, 0.1)
 
 _READ_PATHS = {Role.PREFILL: "pe", Role.DECODE: "de"}
@@ -167,6 +169,12 @@ class RouterMetrics:
         )
         for reason in QueueRefusal:
             self._queue_refusals.labels(reason)
+
+        self._loop_lag = self._histogram(
+            "event_loop_lag_seconds",
+            "Time by which this process's event loop is late, sampled every 50 ms.",
+            _LAG_BUCKETS_S,
+        )
 
     def _define_tokens(self) -> None:
         self._prompt = self._counter("prompt_tokens", "Prompt tokens prefilled.")
@@ -323,6 +331,10 @@ class RouterMetrics:
         """Count a request that the queue refuses."""
         self._queue_refusals.labels(reason).inc()
 
+    def loop_lagged(self, late_s: float) -> None:
+        """Observe by how much the event loop is late."""
+        self._loop_lag.observe(late_s)
+
     def began(self) -> None:
         """Count a request that waits."""
         self._waiting.inc()
@@ -346,11 +358,28 @@ class RouterMetrics:
 
         Where metrics are shared, all that any of the processes has, vLLM's own among them.
         """
+        return self._own_exposition() + text_format(self._engines.collect())
+
+    async def scrape(self) -> bytes:
+        """Return what ``exposition`` does, without stopping the event loop for long.
+
+        With 1,152 engines it takes 0.2 s of CPU time.  So other work goes on between the families
+        of engines, and while the files of other processes are read.
+        """
+        shared = shared_metrics()
+        own = await asyncio.to_thread(self._own_exposition) if shared else self._own_exposition()
+        parts = [own]
+        for family in self._engines.collect():
+            parts.append(text_format([family]))
+            await asyncio.sleep(0)
+        return b"".join(parts)
+
+    def _own_exposition(self) -> bytes:
         registry = self.registry
         if shared_metrics():
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        return generate_latest(registry) + text_format(self._engines.collect())
+        return generate_latest(registry)
 
     def families(self) -> Iterator[Metric]:
         """Yield all metrics with their present samples."""

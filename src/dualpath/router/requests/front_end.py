@@ -94,8 +94,12 @@ class FrontEnd:
         return await self.scheduling.hint_session(tenant, session_id, hints)
 
     def exposition(self) -> bytes:
-        """Return the body of ``GET /metrics``."""
+        """Return the body of ``GET /metrics`` at once, see ``scrape``."""
         return self.metrics.exposition()
+
+    async def scrape(self) -> bytes:
+        """Return the body of ``GET /metrics``."""
+        return await self.metrics.scrape()
 
     @property
     def moves_bytes(self) -> bool:

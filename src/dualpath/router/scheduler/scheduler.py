@@ -278,7 +278,8 @@ class Scheduler:
 
     def _load(self) -> Load:
         recent = self._dispatch.recent if self._dispatch is not None else ()
-        return Load(self._own().running, *self.counts(), recent)
+        at_scheduler = self._dispatch.waiting if self._dispatch is not None else 0
+        return Load(self._own().running, *self.counts(), recent, at_scheduler)
 
     # ------------------------------------------------------------------ for attempts
 

@@ -250,12 +250,16 @@ _MAX_ENDED = 16384
 
 
 class Load(NamedTuple):
-    """What only the service knows: open requests, how many have engines, latest decisions."""
+    """What only the service knows: open requests, how many have engines, latest decisions.
+
+    ``at_scheduler`` of the waiting ones are in the scheduler's queue, the others at front ends.
+    """
 
     open_requests: Iterable[RequestRecord]
     waiting: int
     running: int
     placements: Iterable[Placement]
+    at_scheduler: int = 0
 
 
 class Dashboard:
@@ -347,6 +351,7 @@ class Dashboard:
             "mode_note": ORACLE_NOTE if registry.mode is Mode.ORACLE else None,
             "model": model_name(registry),
             "waiting": load.waiting,
+            "waiting_at_scheduler": load.at_scheduler,
             "running": load.running,
             "engines": {role.value: _liveness(engines, role) for role in Role},
             "lost_engines": _lost(engines, now_s),
