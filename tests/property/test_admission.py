@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter, defaultdict, deque
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,8 @@ TENANTS = ("a", "b", "c", "d")
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 MOST_COST = 8
 
+#: The name of an operation, and its arguments.
+Step = tuple[Any, ...]
 arrival = st.tuples(
     st.just("add"), st.sampled_from(TENANTS), st.integers(-2, 2), st.integers(1, MOST_COST)
 )
@@ -38,7 +41,7 @@ class Played:
         self.queue: FairQueue[int] = FairQueue(weights)
         self.waiting: list[Place[int]] = []
 
-    def play(self, operation: tuple) -> Place[int] | None:
+    def play(self, operation: Step) -> Place[int] | None:
         """Carry out an operation; return the request that was admitted, if one was."""
         match operation:
             case ("add", tenant, priority, cost):
@@ -53,7 +56,9 @@ class Played:
 
 
 @given(operations)
-def test_each_request_leaves_once_and_a_tenants_own_in_the_order_of_priority(steps: list) -> None:
+def test_each_request_leaves_once_and_a_tenants_own_in_the_order_of_priority(
+    steps: list[Step],
+) -> None:
     played = Played(WEIGHTS)
     for step in steps:
         before = list(played.waiting)
@@ -69,7 +74,7 @@ def test_each_request_leaves_once_and_a_tenants_own_in_the_order_of_priority(ste
 
 
 @given(operations)
-def test_the_same_arrivals_are_admitted_in_the_same_order(steps: list) -> None:
+def test_the_same_arrivals_are_admitted_in_the_same_order(steps: list[Step]) -> None:
     first, second = Played(WEIGHTS), Played(WEIGHTS)
     for step in steps:
         one, other = first.play(step), second.play(step)
@@ -77,7 +82,9 @@ def test_the_same_arrivals_are_admitted_in_the_same_order(steps: list) -> None:
 
 
 @given(operations, st.lists(st.integers(1, MOST_COST), min_size=1, max_size=30))
-def test_tenants_that_wait_all_the_time_share_by_weight(before: list, costs: list[int]) -> None:
+def test_tenants_that_wait_all_the_time_share_by_weight(
+    before: list[Step], costs: list[int]
+) -> None:
     """From any state on, shares differ by the two largest requests at most."""
     played = Played(WEIGHTS)
     for step in before:
@@ -103,7 +110,7 @@ def test_tenants_that_wait_all_the_time_share_by_weight(before: list, costs: lis
     st.integers(1, 12),
 )
 def test_no_tenant_starves_however_many_new_ones_come(
-    before: list, cost: int, theirs: list[int], crowd: int
+    before: list[Step], cost: int, theirs: list[int], crowd: int
 ) -> None:
     """New tenants replace each admitted request; one that waits again gets its turn in time."""
     played = Played()
@@ -131,7 +138,7 @@ def test_no_tenant_starves_however_many_new_ones_come(
 
 @given(operations, st.sampled_from(TENANTS), st.integers(-2, 2))
 def test_a_full_queue_makes_room_at_the_cost_of_the_longest_tenant(
-    before: list, tenant: str, priority: int
+    before: list[Step], tenant: str, priority: int
 ) -> None:
     played = Played(WEIGHTS)
     for step in before:

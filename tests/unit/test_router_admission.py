@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import pytest
 from tests.control_network import ControlNetwork
@@ -52,8 +53,8 @@ class Runs:
         assert await asyncio.gather(*self.runs.values()) == [expected(PROMPT, 6)] * len(self.runs)
 
     @property
-    def queue(self) -> dict:
-        return self.made.service.status()["queue"]
+    def queue(self) -> dict[str, Any]:
+        return dict(self.made.service.status()["queue"])
 
 
 @contextlib.asynccontextmanager
@@ -258,7 +259,7 @@ async def test_a_full_queue_outlives_the_scheduler() -> None:
 # ------------------------------------------------------------------------ refusals
 
 
-async def refused(made: Cluster, names: Iterable[str], **options: object) -> list[OverloadedError]:
+async def refused(made: Cluster, names: Iterable[str], **options: Any) -> list[OverloadedError]:
     errors = []
     for name in names:
         with pytest.raises(OverloadedError) as caught:

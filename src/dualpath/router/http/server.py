@@ -259,7 +259,6 @@ def error_answer(error: DualPathError) -> web.Response:
     if isinstance(error, DrainingError):
         response.force_close()  # The next request goes to the router that follows.
     if response.status in LATER:
-        overloaded = isinstance(error, OverloadedError)
-        after_s = error.retry_after_s if overloaded else RETRY_AFTER_S
+        after_s = error.retry_after_s if isinstance(error, OverloadedError) else RETRY_AFTER_S
         response.headers["Retry-After"] = str(after_s)
     return response
