@@ -63,6 +63,9 @@ class ScriptedService:
         self.error = None
         self.fail_after = 0
         self.endless = False
+        #: Tokens after which the service waits until this is set; ``held`` once it waits.
+        self.hold_before = None
+        self.goes_on, self.held = threading.Event(), threading.Event()
         self.jobs = []
         self.hinted = []
         self.closed = threading.Event()
@@ -71,6 +74,9 @@ class ScriptedService:
 
     def turned_away(self):
         return None
+
+    def retry_after_s(self):
+        return 1
 
     def unready(self):
         return missing_engines(self.registry)
@@ -89,7 +95,7 @@ class ScriptedService:
     def status(self):
         return {"mode": "dualpath", "engines": []}
 
-    def exposition(self):
+    async def scrape(self):
         return b"# TYPE dualpath:requests counter\ndualpath:requests 7\n"
 
     async def submit(self, job):
@@ -98,6 +104,9 @@ class ScriptedService:
             tokens = [*self.tokenizer.encode(self.reply, add_special_tokens=False), END_ID]
             for index in range(1 << 30 if self.endless else len(tokens)):
                 await asyncio.sleep(0)
+                if index == self.hold_before:
+                    self.held.set()
+                    await asyncio.to_thread(self.goes_on.wait, GUARD_S)
                 if index == 0:
                     job.payload.prompt_logprobs = self._prompt_logprobs(job)
                 if self.error is not None and index == self.fail_after:
@@ -173,7 +182,7 @@ class Endpoint:
             block_tokens=BLOCK_TOKENS,
             vllm_args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         )
-        args = parse_front_end_arguments(settings)
+        self.args = args = parse_front_end_arguments(settings)
         config = make_engine_config(args)
         self.service = ScriptedService(None)
         self.llm = DualPathLLM(config, self.service, block_tokens=BLOCK_TOKENS)

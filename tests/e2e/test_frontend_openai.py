@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from openai import APIError, APIStatusError, BadRequestError, NotFoundError, OpenAI
 from tests.e2e.frontend_endpoint import BLOCK_TOKENS, REPLY, Endpoint
 from tests.guard import GUARD_S
+from vllm.entrypoints.serve.utils.sse_keep_alive import SSE_KEEP_ALIVE_COMMENT
 
 from dualpath.core.blocks import tenant_tag
 from dualpath.core.cluster import Role
@@ -54,6 +55,42 @@ def client(endpoint):
 
 def chat(text="hello"):
     return [{"role": "user", "content": text}]
+
+
+@pytest.fixture
+def keep_alive(endpoint):
+    """As with ``--vllm-args --sse-keep-alive-interval 1``."""
+    endpoint.args.sse_keep_alive_interval = 1
+    yield
+    endpoint.args.sse_keep_alive_interval = 0
+
+
+@pytest.mark.parametrize("hold_before", [0, 3])
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [("completions", {"prompt": "x"}), ("chat/completions", {"messages": chat()})],
+)
+def test_a_stream_that_waits_gets_vllms_comments(
+    endpoint, service, keep_alive, path, prompt, hold_before
+):
+    """Before its first token, in the queue and in prefill, and between tokens."""
+    service.hold_before = hold_before
+    body = {"model": "tiny", "max_tokens": 200, "stream": True, **prompt}
+    call = urllib.request.Request(
+        f"{endpoint.url}/v1/{path}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    before = 0
+    with urllib.request.urlopen(call, timeout=GUARD_S) as response:
+        assert response.status == 200
+        while before < 2:
+            before += response.readline() == SSE_KEEP_ALIVE_COMMENT.encode()[:-1]
+        service.goes_on.set()
+        lines = response.read().split(b"\n")
+    assert service.held.is_set()
+    events = [line[6:] for line in lines if line.startswith(b"data: {")]
+    assert json.loads(events[-1])["choices"][0]["finish_reason"] == "stop"
 
 
 def test_models_lists_the_served_name(client):

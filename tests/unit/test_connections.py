@@ -80,6 +80,20 @@ async def test_a_connection_that_asks_nothing_is_closed_and_one_that_works_is_no
     assert keeps_alive.is_closing()
 
 
+@pytest.mark.virtual_time
+async def test_between_two_requests_a_connection_has_the_servers_own_limit_if_that_is_longer():
+    """An agent's tool may run for longer than a stranger may be silent."""
+    connections = Connections(ConnectionLimits(quiet_s=30.0, idle_s=75.0))
+    _, stranger = connect(connections)
+    agent, idle = connect(connections)
+    with agent.request():
+        pass
+    await asyncio.sleep(60.0)
+    assert (stranger.is_closing(), idle.is_closing()) == (True, False)
+    await asyncio.sleep(30.0)
+    assert idle.is_closing()
+
+
 async def test_one_connection_too_many_gets_an_error():
     connections = Connections(ConnectionLimits(most=2))
     first, _ = connect(connections)

@@ -33,6 +33,7 @@ from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.refusals import HttpRefusal
 from dualpath.router.scheduler.registry import Registry
 from dualpath.router.settings import RouterSettings
+from dualpath.vllm import app as app_module
 from dualpath.vllm.app import answer_400_for_validator_errors, limited_protocol, middleware_names
 from dualpath.vllm.engine_config import parse_front_end_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
@@ -42,6 +43,7 @@ from dualpath.vllm.router_process import (
     refuse_guessable_request_ids,
     set_api_keys,
 )
+from dualpath_lab.models.random_models import make_tiny_model
 
 
 class Service:
@@ -53,6 +55,9 @@ class Service:
 
     def turned_away(self) -> OverloadedError | None:
         return OverloadedError(self.full) if self.full else None
+
+    def retry_after_s(self):
+        return 7
 
 
 def with_state(app: FastAPI, service: Service, *keys: str) -> None:
@@ -94,6 +99,37 @@ async def guarded():
         transport=transport, base_url="http://router", headers=headers
     ) as client:
         yield client, service
+
+
+async def test_idle_connections_have_the_limit_of_vllms_server(guarded, monkeypatch):
+    """It is vLLM's variable, at uvicorn and at our own limit of silent connections."""
+    _, service = guarded
+    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
+    served: dict[str, Any] = {}
+    limits: list[ConnectionLimits] = []
+
+    async def serve_http(app: FastAPI, **options: Any) -> Any:
+        served.update(options)
+        return asyncio.sleep(0)
+
+    def made_for(connections: Connections) -> Any:
+        limits.append(connections._limits)
+        return asyncio.Protocol
+
+    monkeypatch.setattr(app_module, "serve_http", serve_http)
+    monkeypatch.setattr(app_module, "drain_on_sigterm", lambda drain: None)
+    monkeypatch.setattr(app_module, "collect_seldom", lambda: None)
+    monkeypatch.setattr(app_module, "limited_protocol", made_for)
+
+    app = FastAPI()
+    app.state.dualpath_service = service
+    args = parse_front_end_arguments(
+        FrontEndSettings(model=str(make_tiny_model("qwen2")), dtype="float32", max_model_len=64)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        await app_module.serve_app(app, args, listener)
+    assert served["timeout_keep_alive"] == 75
+    assert [each.idle_s for each in limits] == [75]
 
 
 async def test_clients_must_send_one_of_the_keys(guarded):
@@ -142,7 +178,7 @@ async def test_a_full_router_is_429_with_retry_after(guarded):
     service.full = "8192 requests are under way"
     early = await client.post("/v1/completions", content=b"{}")
     for answer in (early, late):
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
         assert "8192 requests" in answer.json()["error"]["message"]
     assert (await client.get("/health")).status_code == 200
 

@@ -116,12 +116,17 @@ async def test_a_prompt_that_has_outgrown_every_buffer_is_refused_at_once():
 
 
 async def test_a_waiting_request_that_fits_no_engine_any_more_is_refused_and_blocks_no_other():
-    async with cluster(decode=0, settings=RouterSettings(beta_tokens=1)) as made:
+    settings = RouterSettings(beta_tokens=1)
+    async with cluster(prefill=2, decode=0, settings=settings) as made:
         await made.add("d0", Role.DECODE, hbm_tokens=20)
         await made.add("d1", Role.DECODE)
         made.calls.gates["prefill"] = asyncio.Event()
-        first = asyncio.create_task(made.run(job("first", PROMPT[:4], max_new_tokens=2)))
-        await made.arrives("prefill")  # beta: the PE takes no other until it is done
+        first, other = (
+            asyncio.create_task(made.run(job(name, PROMPT[:4], max_new_tokens=2)))
+            for name in ("first", "other")
+        )
+        while len(made.calls.prefills) < 2:  # beta: the PEs take no other until they are done
+            await asyncio.sleep(0)
         large = asyncio.create_task(made.run(job("large", PROMPT)))
         small = asyncio.create_task(made.run(job("small", PROMPT[:5], max_new_tokens=2)))
         while made.service.scheduler.dispatch.waiting < 2:
@@ -131,9 +136,9 @@ async def test_a_waiting_request_that_fits_no_engine_any_more_is_refused_and_blo
             await large
         assert not first.done()
         made.calls.gates["prefill"].set()
-        assert await first == expected(PROMPT[:4], 2)
+        assert await first == await other == expected(PROMPT[:4], 2)
         assert await small == expected(PROMPT[:5], 2)
-        await made.settled("p0", "d0")
+        await made.settled("p0", "p1", "d0")
 
 
 async def test_a_lost_pe_does_not_disturb_a_request_it_has_finished():

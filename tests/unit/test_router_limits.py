@@ -275,6 +275,9 @@ class Service:
     def turned_away(self) -> OverloadedError | None:
         return OverloadedError(self._full) if self._full else None
 
+    def retry_after_s(self) -> int:
+        return 7
+
     def refused(self) -> dict[str, float]:
         """Counted refusals by reason."""
         found = Scrape(self.metrics.exposition().decode()).samples
@@ -315,7 +318,7 @@ async def test_a_full_service_still_answers_reads_of_its_status():
     asked = Asked(service := Service("full"), b"")
     assert await asked.by(echo) == 429
     assert service.refused() == {"overloaded": 1}
-    assert (b"retry-after", b"1") in asked.sent[0]["headers"]
+    assert (b"retry-after", b"7") in asked.sent[0]["headers"]
     assert await Asked(Service("full"), b"", method="GET").by(echo) == 200
     pausing = Asked(Service("full"), b"", path="/dualpath/v1/engines/pe-0/pause")
     assert await pausing.by(echo) == 200  # the operator's requests are no load

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.unit.dashboard_cluster import ReportedCluster
 from tests.unit.scraped_cluster import Scrape, scrape_after_three_turns
+
+from dualpath.core.cluster import Role
 
 ROOT = Path(__file__).parents[2]
 MONITORING = files("dualpath.router.observe") / "monitoring"
@@ -104,3 +107,21 @@ def test_panels_have_a_title_a_unit_and_a_place_of_their_own() -> None:
         if panel["type"] != "row":
             assert panel["description"]
             assert panel["fieldConfig"]["defaults"]["unit"]
+
+
+async def test_a_scrape_of_many_engines_leaves_time_for_streams() -> None:
+    """Other work of the event loop goes on between the families, also if engines come and go."""
+    cluster = ReportedCluster()
+    for number in range(8):
+        cluster.join(f"e{number}", Role.PREFILL)
+        cluster.report(f"e{number}")
+    at_once = cluster.metrics.exposition()
+    scrape = asyncio.ensure_future(cluster.metrics.scrape())
+    turns = 0
+    while not scrape.done():
+        turns += 1
+        if turns == 3:
+            cluster.join("e0", Role.PREFILL, epoch="second")  # It has not reported yet.
+        await asyncio.sleep(0)
+    assert turns > len(Scrape(at_once.decode()).families) / 2
+    assert set(Scrape((await scrape).decode()).families) == set(Scrape(at_once.decode()).families)

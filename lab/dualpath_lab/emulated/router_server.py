@@ -16,7 +16,7 @@ import ssl
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -56,6 +56,7 @@ from dualpath.router.http.server import (
 )
 from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.linked_front_end import LinkedFrontEnd
+from dualpath.router.observe.loop_lag import measure_loop_lag
 from dualpath.router.requests.limits import (
     ArrivingBodies,
     BodyRefusedError,
@@ -155,6 +156,7 @@ class CompletionRequest(msgspec.Struct):
     cache_salt: str | None = None
     stream: bool = False
     session_id: str | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
     vllm_xargs: dict[str, Any] = {}
 
 
@@ -285,6 +287,7 @@ class RouterServer:
             hints=session_hints(
                 completion.vllm_xargs, completion.session_id or headers.get(SESSION_HEADER)
             ),
+            priority=completion.priority,
         )
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -313,7 +316,7 @@ class RouterServer:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(
-            body=self._service.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            body=await self._service.scrape(), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
 
@@ -427,6 +430,7 @@ async def run_emulated_router(
     allow_many_streams()
     async with emulated_router(settings, host, port, tls) as (endpoint, service):
         collect_seldom()
+        measure_loop_lag(service.metrics.loop_lagged)
         print(
             f"dualpath emulated router: token ids at {endpoint}/v1, engines register at "
             f"{service.scheduler.server.address}{_front_ends(service)}",
@@ -447,6 +451,7 @@ async def run_emulated_front_end(
     shared = SharedPort() if link.share_port else None
     async with emulated_front_end(settings, link, host, port, shared, tls) as (endpoint, service):
         collect_seldom()
+        measure_loop_lag(service.metrics.loop_lagged)
         print(
             f"dualpath emulated front end: token ids at {endpoint}/v1, scheduler at "
             f"{service.scheduler_address}",

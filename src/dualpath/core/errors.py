@@ -64,7 +64,11 @@ class DrainingError(TurnedAwayError):
 
 
 class OverloadedError(TurnedAwayError):
-    """More requests at once than the router accepts; the request may be served later."""
+    """More requests at once than the router accepts; send it again after ``retry_after_s``."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class TraceError(DualPathError):

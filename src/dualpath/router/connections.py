@@ -8,6 +8,7 @@ transport and the protocol of whichever server it is:
   that half heads and half bodies do not keep others out; without such a one it is answered with 429
   and closed;
 - one that begins no request for ``quiet_s``, since it was made or since its last answer, is closed;
+  after an answer it has ``idle_s`` if that is longer, the server's own limit of idle connections;
 - between two requests at most ``LARGEST_HEAD_BYTES`` arrive: the head of the next, and the
   rest of an unread body.  This needs a protocol that knows of a request as soon as its head
   is there, as uvicorn's does; aiohttp's does not, and bounds heads itself.
@@ -43,10 +44,11 @@ class Progress(NamedTuple):
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
-    """``most`` connections at once; ``quiet_s`` without a request."""
+    """``most`` connections at once; ``quiet_s`` and ``idle_s`` without a request."""
 
     most: int = 16384
     quiet_s: float = 30.0
+    idle_s: float = 0.0
 
 
 class Answered(Protocol):
@@ -139,8 +141,11 @@ class Connections:
         """Close connections that have been quiet for too long."""
         self._timer = None
         now_s = asyncio.get_running_loop().time()
+        quiet_s = self._limits.quiet_s
+        idle_s = max(self._limits.idle_s, quiet_s)
         for connection in list(self._open):
-            connection.close_if_quiet(now_s - self._limits.quiet_s, now_s)
+            limit_s = idle_s if connection.has_asked else quiet_s
+            connection.close_if_quiet(now_s - limit_s, now_s)
         if self._open:
             self._watch()
 

@@ -49,7 +49,8 @@ class Job(msgspec.Struct, frozen=True):
     failed attempt has already streamed.  ``payload`` is the original request, opaque here.
     ``tenant`` is the ``core.blocks.tenant_tag`` of the blocks' owner.
     ``trace_headers`` are the W3C trace context that calls to engines carry on.  ``hints`` are
-    the client's on its session.
+    the client's on its session.  ``priority``: of the tenant's waiting requests, one with a lower
+    number is earlier.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class Job(msgspec.Struct, frozen=True):
     trace_headers: Mapping[str, str] | None = None
     tenant: str = ""
     hints: SessionHints = NO_HINTS
+    priority: int = 0
 
     @property
     def prompt_tokens(self) -> int:

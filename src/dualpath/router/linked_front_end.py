@@ -68,7 +68,7 @@ class LinkedFrontEnd(FrontEnd):
             for (unit, address), connection in zip(addresses.items(), connections, strict=True)
         }
         # It has no engines of its own: none registers with it.
-        metrics = RouterMetrics(Registry(), dict, clock)
+        metrics = RouterMetrics(Registry(), dict, clock, settings.tenant_weights)
         self._units: Units | None = None
         if len(self.links) > 1:
             metrics.define_units(self.links)
@@ -111,6 +111,7 @@ class LinkedFrontEnd(FrontEnd):
             "waiting": waiting,
             "running": running,
             **units,
+            "queue": self.admission.report(),
         }
 
     def _engines(self) -> list[dict[str, Any]]:

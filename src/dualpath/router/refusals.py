@@ -29,6 +29,15 @@ class HttpRefusal(StrEnum):
     OTHER = "other"
 
 
+class QueueRefusal(StrEnum):
+    """Why a front end's queue refused a request with 429."""
+
+    FULL = "full"
+    """It came to a full queue, and none of those that wait had to give way to it."""
+    DISPLACED = "displaced"
+    """It waited in a full queue and gave way to one of another tenant, or of lower priority."""
+
+
 class ControlRefusal(StrEnum):
     """Why a connection, a registration or another frame at the control address was refused."""
 

@@ -72,4 +72,4 @@ class RouterService(FrontEnd):
 
     def status(self) -> dict[str, Any]:
         """Return the body of ``GET /dualpath/v1/status``."""
-        return self.scheduler.status()
+        return {**self.scheduler.status(), "queue": self.admission.report()}

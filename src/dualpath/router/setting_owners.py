@@ -19,6 +19,7 @@ SCHEDULERS_OWN = (
 FRONT_ENDS_OWN = (
     *("call_silence_s", "inquiry_timeout_s"),
     *("engine_wait_s", "request_deadline_s", "drain_timeout_s", "max_attempts"),
-    *("max_concurrent_requests", "max_waiting_requests", "max_prompt_tokens", "max_samples"),
+    *("max_concurrent_requests", "max_waiting_requests", "tenant_weights"),
+    *("max_prompt_tokens", "max_samples"),
     *("otlp_traces_endpoint", "front_ends", "cluster_port"),
 )

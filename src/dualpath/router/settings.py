@@ -289,9 +289,23 @@ class RouterSettings(Settings, frozen=True):
     ] = ""
     max_attempts: Annotated[int, Setting("attempts at a request before it fails", ge=1)] = 3
     max_concurrent_requests: Annotated[
-        int, Setting("requests beyond it wait, first come first served", ge=1)
+        int,
+        Setting(
+            "requests that have engines or wait for them at the scheduler; those beyond it wait in "
+            "the queue",
+            ge=1,
+        ),
     ] = 4096
-    max_waiting_requests: Annotated[int, Setting("those beyond it get status 429", ge=0)] = 4096
+    max_waiting_requests: Annotated[
+        int, Setting("of those beyond max_concurrent_requests; one more gets status 429", ge=0)
+    ] = 4096
+    tenant_weights: Annotated[
+        dict[str, float],
+        Setting(
+            "shares of tenants while requests wait: by the tag of their cache_salt (`dualpath "
+            "storage du --by tenant`), none for requests without one; 1 for all others",
+        ),
+    ] = msgspec.field(default_factory=dict)
     max_prompt_tokens: Annotated[
         int | None,
         Setting("longer prompts get status 400; none: the model's context bounds them", ge=1),
@@ -309,7 +323,11 @@ class RouterSettings(Settings, frozen=True):
     ] = 60.0
     quiet_timeout_s: Annotated[
         float,
-        Setting("a connection that begins no HTTP request within this time is closed", gt=0),
+        Setting(
+            "a connection that begins no HTTP request within this time is closed; after an answer "
+            "it has VLLM_HTTP_TIMEOUT_KEEP_ALIVE if that is longer",
+            gt=0,
+        ),
     ] = 30.0
     max_connections: Annotated[
         int,
@@ -363,6 +381,12 @@ class RouterSettings(Settings, frozen=True):
                 "start `dualpath scheduler` with them and `dualpath frontend`"
             )
         self._check_lease()
+        for tenant, weight in self.tenant_weights.items():
+            if weight <= 0:
+                raise ConfigError(
+                    f"{{tenant_weights}} has {tenant}={weight:g}; a weight must be above 0, "
+                    "correct it"
+                )
         try:
             policy = msgspec.convert(self.rebalance_options, RebalanceSettings, strict=False)
         except msgspec.ValidationError as error:

@@ -11,7 +11,7 @@ class Stage(StrEnum):
     """Where a request's time goes, in the order of a request's life."""
 
     ADMISSION = "admission"
-    """Waiting for ``max_concurrent_requests`` and for a live engine of each role."""
+    """Waiting in the front end's queue, and for a live engine of each role."""
     LOOKUP = "lookup"
     QUEUE = "queue"
     """Waiting for the scheduler's assignment."""
@@ -79,7 +79,9 @@ class Stages:
 
 
 #: Outcomes of a request.
-OUTCOMES = ("finished", "bad_request", "deadline", "engine_lost", "cancelled", "error")
+OUTCOMES = (
+    *("finished", "bad_request", "deadline", "engine_lost", "cancelled", "refused", "error"),
+)
 
 
 class RequestRecord(Stages):

@@ -43,6 +43,7 @@ from dualpath.router.connections import Connections, uvicorn_protocol
 from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.observe.dashboard.board import Dashboard
 from dualpath.router.observe.dashboard.page_file import dashboard_page
+from dualpath.router.observe.loop_lag import measure_loop_lag
 from dualpath.router.observe.metrics import shared_metrics
 from dualpath.router.observe.status import ORACLE_NOTE
 from dualpath.router.requests.limits import RequestLimits, connection_limits
@@ -305,7 +306,8 @@ async def serve_app(
     """
     log_config = get_uvicorn_log_config(args)
     service: ClientFrontEnd = app.state.dualpath_service
-    connections = Connections(connection_limits(service.settings), service.metrics)
+    idle_s = envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+    connections = Connections(connection_limits(service.settings, idle_s), service.metrics)
 
     async def drain() -> None:
         if shared is None:
@@ -316,6 +318,7 @@ async def serve_app(
 
     app.state.dualpath_shared_port = shared
     collect_seldom()
+    measure_loop_lag(service.metrics.loop_lagged)
     drain_on_sigterm(drain)
     try:
         shutdown: Awaitable[None] = await serve_http(
@@ -325,7 +328,7 @@ async def serve_app(
             port=args.port,
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
-            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            timeout_keep_alive=idle_s,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
             h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
             h11_max_header_count=args.h11_max_header_count,
@@ -363,7 +366,7 @@ def _metrics_endpoint(service: ClientFrontEnd) -> Callable[[Request], Awaitable[
     async def metrics(request: Request) -> Response:
         # With metrics shared by several processes, the exposition already contains vLLM's metrics.
         vllms = b"" if shared_metrics() else generate_latest(get_prometheus_registry())
-        body = vllms + service.exposition()
+        body = vllms + await service.scrape()
         return Response(body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return metrics

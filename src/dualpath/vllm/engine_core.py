@@ -221,6 +221,7 @@ def make_job(
         trace_headers=request.trace_headers,
         tenant=tenant_tag(request.cache_salt),
         hints=session_hints(params.extra_args or {}, request.session_id),
+        priority=request.priority,
     )
 
 

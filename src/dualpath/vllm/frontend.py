@@ -59,7 +59,7 @@ class ClientFrontEnd(TokenSource, LimitedService, HintedService, Protocol):
         """Return a JSON-encodable description of engines, queues and decisions."""
         ...
 
-    def exposition(self) -> bytes:
+    async def scrape(self) -> bytes:
         """Return the router's metrics in the Prometheus text format."""
         ...
 

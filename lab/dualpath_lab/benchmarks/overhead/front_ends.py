@@ -9,6 +9,7 @@ import http.client
 import multiprocessing
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from dualpath.core.settings import Setting, Settings
 from dualpath.report.model import Table
@@ -173,6 +175,8 @@ class FrontEndsResult(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p50_s: float
     ttft_p99_s: float
     probes: dict[str, ProcessSamples] = {}
+    #: Samples of each process's event loop lag that are at most so long (the metric's ``le``).
+    loop_lags: dict[str, dict[str, float]] = {}
 
     @property
     def tokens_per_cpu_s(self) -> float:
@@ -203,10 +207,11 @@ def _loaded(settings: FrontEndsSettings, servers: LinkedServers) -> FrontEndsRes
         tokens=settings.tokens, ramp_s=settings.ramp_s,
     )  # fmt: skip
     asyncio.run(_run_load(servers, _WARM_UP, "warm-up"))
-    processes = (*servers.front_ends.values(), servers.scheduler.pid)
-    spent = [cpu_s(pid) for pid in processes]
     named = {f"front end {n}": at for n, at in enumerate(servers.front_ends.items(), 1)}
     named["scheduler"] = (servers.scheduler.port, servers.scheduler.pid)
+    lags = {name: _loop_lags(port) for name, (port, _) in named.items()}
+    processes = (*servers.front_ends.values(), servers.scheduler.pid)
+    spent = [cpu_s(pid) for pid in processes]
     # Probing costs CPU as well.
     with probing(named if settings.probe else {}) as probes:
         responses = asyncio.run(_run_load(servers, load, str(settings.seed)))
@@ -222,7 +227,33 @@ def _loaded(settings: FrontEndsSettings, servers: LinkedServers) -> FrontEndsRes
         ttft_p50_s=ttft_s[len(ttft_s) // 2],
         ttft_p99_s=ttft_s[int(len(ttft_s) * 0.99)],
         probes=probes.by_process,
+        loop_lags={
+            name: {
+                most_s: count - lags[name].get(most_s, 0.0)
+                for most_s, count in _loop_lags(port).items()
+            }
+            for name, (port, _) in named.items()
+        },
     )
+
+
+def _loop_lags(port: int) -> dict[str, float]:
+    """Return a process's samples of its event loop's lag, by upper bound in seconds (``le``)."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_TIMEOUT_S) as response:
+        text = response.read().decode()
+    return {
+        sample.labels["le"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "dualpath:event_loop_lag_seconds_bucket"
+    }
+
+
+def lag_quantile_s(lags: Mapping[str, float], share: float) -> float:
+    """Return the upper bound of the bucket that has this quantile; 0 without samples."""
+    count = max(lags.values(), default=0.0)
+    bounds = (float(most_s) for most_s, samples in lags.items() if samples >= share * count)
+    return min(bounds, default=0.0) if count else 0.0
 
 
 async def _run_load(servers: LinkedServers, load: Load, seed: str) -> list[Response]:
@@ -242,7 +273,7 @@ async def _run_load(servers: LinkedServers, load: Load, seed: str) -> list[Respo
 def draw(raw: RawData[FrontEndsSettings, FrontEndsResult]) -> Page:
     """Draw CPU time and throughput, and what was probed."""
     settings = raw.settings
-    rows, probed = [], []
+    rows, probed, lagged = [], [], []
     for name, case in _cases(settings).items():
         if not (runs := raw.of(name)):
             continue
@@ -266,6 +297,9 @@ def draw(raw: RawData[FrontEndsSettings, FrontEndsResult]) -> Page:
             probed.append(
                 (case.kind, str(case.front_ends), process, *latencies, f"{grown_kib * share:.0f}")
             )
+        for process, lags in each.loop_lags.items():
+            bounds = (f"{lag_quantile_s(lags, q) * 1e3:g}" for q in (0.5, 0.99, 1.0))
+            lagged.append((case.kind, str(case.front_ends), process, *bounds))
     columns = (
         *("front ends", "number", "requests", "tokens", "CPU ms per request: front ends"),
         *("scheduler", "tokens per CPU-second", "tokens/s, relative to one", "TTFT p50 ms"),
@@ -274,8 +308,11 @@ def draw(raw: RawData[FrontEndsSettings, FrontEndsResult]) -> Page:
     title = f"{settings.streams} streams to {settings.nodes} stub engines"
     heads = ("front ends", "number", "process", "p50 ms", "p99 ms", "KiB per stream")
     latency = Table("Latency of `GET /health` under load, and memory", heads, tuple(probed))
+    heads = ("front ends", "number", "process", "p50 ms, at most", "p99 ms", "largest ms")
+    lag = Table("Lag of event loops (buckets of the metric)", heads, tuple(lagged))
+    more = [table for table, found in ((latency, probed), (lag, lagged)) if found]
     return Page(
-        tables=(Table(title, columns, tuple(rows)), *([latency] if probed else [])),
+        tables=(Table(title, columns, tuple(rows)), *more),
         results=tuple(
             KeyResult(
                 f"{name}: tokens per CPU-second",

@@ -420,6 +420,7 @@ def _same_name(self: RequestLife, job: Job) -> Any:  # noqa: ANN401
         job,
         job.request_id,
         self._scheduled,
+        self.ticket,
         self.record,
         self._emit,
         self._trace,

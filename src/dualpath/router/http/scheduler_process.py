@@ -37,6 +37,7 @@ from dualpath.router.http.server import (
     until_client_leaves,
     until_signal,
 )
+from dualpath.router.observe.loop_lag import measure_loop_lag
 from dualpath.router.requests.limits import ArrivingBodies, allow_many_streams, connection_limits
 from dualpath.router.scheduler.leadership import STANDS_BY, bound, open_leadership, stop_when_lost
 from dualpath.router.scheduler.scheduler import Scheduler
@@ -71,7 +72,7 @@ def scheduler_app(scheduler: Scheduler, host: str = "") -> web.Application:
 
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(
-            body=scheduler.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            body=await scheduler.metrics.scrape(), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
     app.router.add_get("/dualpath/v1/status", status)
@@ -117,6 +118,7 @@ async def run_scheduler(settings: RouterSettings, address: SchedulerAddress) -> 
 
         at = await bound(leadership, serve)
         collect_seldom()
+        measure_loop_lag(scheduler.metrics.loop_lagged)
         url = http_url(host, at, tls=tls is not None)
         print(
             f"dualpath scheduler: cluster at {url}, engines register at "

@@ -16,7 +16,13 @@ from aiohttp.log import server_logger
 from aiohttp.typedefs import Handler, Middleware
 
 from dualpath.core.addresses import HostPort
-from dualpath.core.errors import BadRequestError, ConfigError, DrainingError, DualPathError
+from dualpath.core.errors import (
+    BadRequestError,
+    ConfigError,
+    DrainingError,
+    DualPathError,
+    OverloadedError,
+)
 from dualpath.node.sockets import listening_socket
 from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys, foreign_body
 from dualpath.router.connections import Connections, GuardedConnection
@@ -253,5 +259,6 @@ def error_answer(error: DualPathError) -> web.Response:
     if isinstance(error, DrainingError):
         response.force_close()  # The next request goes to the router that follows.
     if response.status in LATER:
-        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+        after_s = error.retry_after_s if isinstance(error, OverloadedError) else RETRY_AFTER_S
+        response.headers["Retry-After"] = str(after_s)
     return response

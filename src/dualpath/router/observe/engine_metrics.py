@@ -95,12 +95,16 @@ class EngineCollector:
         self._clock = clock
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families, also those without a sample yet."""
+        """Yield all families, also those without a sample yet; engines may change in between."""
         engines = self._registry.all()
         yield from self._liveness(engines)
-        reporting = [engine for engine in engines if engine.alive and engine.report is not None]
+
+        def reporting() -> list[EngineState]:
+            # Anew for each family: engines come and go while a consumer waits between two of them.
+            return [engine for engine in engines if engine.alive and engine.report is not None]
+
         for field, text in _REPORTED:
-            yield _gauge(reporting, field, text, functools.partial(_reported, field))
+            yield _gauge(reporting(), field, text, functools.partial(_reported, field))
         yield from _usage(reporting)
         yield from _storage(reporting)
         totals = [(engine, engine.totals()) for engine in engines]
@@ -170,35 +174,35 @@ def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
-def _usage(reporting: Sequence[EngineState]) -> Iterator[Metric]:
+def _usage(reporting: Callable[[], list[EngineState]]) -> Iterator[Metric]:
     yield _gauge(
-        reporting,
+        reporting(),
         "buffer_usage_ratio",
         "Share of the DRAM buffer in use, 0 to 1.",
         lambda e: _used(e.info.buffer_tokens, e.report.load.free_buffer_tokens if e.report else 0),
     )
     yield _gauge(
-        reporting,
+        reporting(),
         "hbm_usage_ratio",
         "Share of the KV memory in HBM in use, 0 to 1.",
         lambda e: _used(e.info.hbm_tokens, e.report.load.free_hbm_tokens if e.report else 0),
     )
     yield _gauge(
-        [engine for engine in reporting if engine.info.snic_bytes_per_s],
+        [engine for engine in reporting() if engine.info.snic_bytes_per_s],
         "snic_bytes_per_second",
         "Storage bandwidth an engine may use, where it is known.",
         lambda e: e.info.snic_bytes_per_s or 0.0,
     )
 
 
-def _storage(reporting: Sequence[EngineState]) -> Iterator[Metric]:
+def _storage(reporting: Callable[[], list[EngineState]]) -> Iterator[Metric]:
     """Yield the storage janitor's last status that each engine has received."""
-    informed = [e for e in reporting if e.report is not None and e.report.storage is not None]
     for name, text, field in (
         ("storage_used_bytes", "Bytes in storage, as its janitor counts them.", "used_bytes"),
         ("storage_quota_bytes", "Limit of the bytes in storage, 0 for no limit.", "quota_bytes"),
         ("storage_status_age_seconds", "Time since the last status of a storage janitor.", "age_s"),
     ):
+        informed = [e for e in reporting() if e.report is not None and e.report.storage is not None]
         yield _gauge(informed, name, text, functools.partial(_storage_status_value, field))
 
 

@@ -10,7 +10,6 @@ from dualpath.core.errors import (
     BadRequestError,
     DrainingError,
     EngineLostError,
-    OverloadedError,
     TurnedAwayError,
 )
 from dualpath.core.modes import Mode
@@ -20,6 +19,7 @@ from dualpath.router.engine_calls import EngineCalls, Job, TokenEvent
 from dualpath.router.engines import geometry, missing_engines
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.tracing import Tracing, open_tracing
+from dualpath.router.requests.admission import Admission
 from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import RequestLife
 from dualpath.router.scheduling import Answered, RequestOrder, ScheduledRequest, Scheduling
@@ -54,7 +54,7 @@ class FrontEnd:
             *(engine_calls, settings.call_silence_s, settings.inquiry_timeout_s),
             *(scheduling.call_waits, metrics.silent_call),
         )
-        self.admission = asyncio.Semaphore(settings.max_concurrent_requests)
+        self.admission = Admission(settings, lambda: scheduling.engines, metrics, clock)
         self.tracing: Tracing | None = None
         self._ended = ended
         self._lives: dict[str, RequestLife] = {}
@@ -94,8 +94,12 @@ class FrontEnd:
         return await self.scheduling.hint_session(tenant, session_id, hints)
 
     def exposition(self) -> bytes:
-        """Return the body of ``GET /metrics``."""
+        """Return the body of ``GET /metrics`` at once, see ``scrape``."""
         return self.metrics.exposition()
+
+    async def scrape(self) -> bytes:
+        """Return the body of ``GET /metrics``."""
+        return await self.metrics.scrape()
 
     @property
     def moves_bytes(self) -> bool:
@@ -114,7 +118,7 @@ class FrontEnd:
 
     def counts(self) -> tuple[int, int]:
         """Return how many requests wait, and how many have their engines."""
-        running = sum(life.placed for life in self._lives.values())
+        running = self.admission.placed
         return len(self._lives) - running, running
 
     def unready(self) -> str | None:
@@ -158,17 +162,14 @@ class FrontEnd:
         )
 
     def turned_away(self) -> TurnedAwayError | None:
-        """Return why new requests are refused, None if they are not."""
+        """Return why a new request is refused, whatever it is; None if it may be taken."""
         if self._refusing and (leaving := self.leaving()) is not None:
             return leaving
-        settings = self.settings
-        running, waiting = settings.max_concurrent_requests, settings.max_waiting_requests
-        if len(self._lives) < running + waiting:
-            return None
-        return OverloadedError(
-            f"{len(self._lives)} requests are under way, at most {running} run and {waiting} wait; "
-            "send it again later, or raise --max-concurrent-requests or --max-waiting-requests"
-        )
+        return self.admission.full()
+
+    def retry_after_s(self) -> int:
+        """Return after how many seconds a client that was refused should try again."""
+        return self.admission.retry_after_s()
 
     async def submit(self, job: Job) -> AsyncGenerator[TokenEvent, None]:
         """Return the job's tokens as they come; the last event has a ``finish_reason``.
@@ -189,10 +190,11 @@ class FrontEnd:
             raise error
         if self._stopping:
             raise self._stops(job)
+        ticket = self.admission.enter(job)
         scheduled = self.scheduling.begin(
             RequestOrder(job.request_id, job.keys, job.tenant, job.hints)
         )
-        life = self._lives[job.request_id] = RequestLife(self, job, scheduled)
+        life = self._lives[job.request_id] = RequestLife(self, job, scheduled, ticket)
         self.metrics.began()
         task = asyncio.create_task(life.run(), name=f"request {job.request_id}")
         self._tasks[task] = None
@@ -224,6 +226,7 @@ class FrontEnd:
             life.record.close("cancelled")  # Before it had even begun.
         self._tasks.pop(task, None)
         self._lives.pop(life.job.request_id, None)
+        self.admission.leave(life.ticket)
         self.metrics.ended()
         self.records.append(life.record)
         self._ended(life.record)

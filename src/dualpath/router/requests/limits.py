@@ -1,8 +1,8 @@
 """Limits on HTTP requests as they arrive, before anything is parsed; ASGI, of no framework.
 
 Bodies are bounded as they arrive (``ArrivingBodies``), whether their length is declared or not.
-While the service is full, requests for tokens get 429, while it drains 503, and with either the
-time after which to retry.  Limits on the content of a body (prompt, ``n``) belong to its parser.
+While no request can be taken, requests for tokens get 429, while it drains 503, and with either
+the time after which to retry.  Limits on what a body says (prompt, ``n``) belong to its parser.
 All refusals are counted here, also those of the layers inside, which check API keys and read
 bodies.
 
@@ -143,8 +143,8 @@ def too_large(limit_bytes: int) -> str:
     )
 
 
-#: When a client may try again that came while the service was full or about to end: requests end
-#: all the time, and the next router is soon there.
+#: When a client may try again, unless the length of a queue gives another time: requests end all
+#: the time, and the next router is soon there.
 RETRY_AFTER_S = 1
 
 #: Paths of the router's own, for operators.
@@ -173,6 +173,10 @@ class LimitedService(Protocol):
 
     def turned_away(self) -> TurnedAwayError | None:
         """Return why no further request is taken, None if one is."""
+        ...
+
+    def retry_after_s(self) -> int:
+        """Return after how many seconds a client that got 429 should try again."""
         ...
 
 
@@ -210,6 +214,7 @@ class _Call:
         self._receive = receive
         self._send = send
         self._metrics = service.metrics
+        self._service = service
         self._body = body
         self._cut: BodyRefusedError | None = None
         self._answering = False
@@ -225,7 +230,7 @@ class _Call:
             await self.refuse(self._cut.status, str(self._cut))
 
     async def refuse(self, status: int, reason: str) -> None:
-        start, body = refusal(status, reason)
+        start, body = refusal(status, reason, self._service.retry_after_s)
         self._metrics.answered(status, body["body"])
         await self._send(start)
         await self._send(body)
@@ -250,8 +255,8 @@ class _Call:
         if message["type"] == "http.response.start":
             self._answering = True
             self._uncounted_status = message["status"]
-            if message["status"] in LATER:
-                message["headers"] = [*message.get("headers", ()), _RETRY_AFTER]
+            later = _retry_after(message["status"], self._service.retry_after_s)
+            message["headers"] = [*message.get("headers", ()), *later]
         elif self._uncounted_status:
             self._metrics.answered(self._uncounted_status, message.get("body", b""))
             self._uncounted_status = 0
@@ -264,7 +269,14 @@ def _body_bytes(message: Message) -> int:
 
 #: Error types for clients; that of 503 is vLLM's for requests that may be retried.
 _ERROR_TYPES = {TOO_MANY: "rate_limit_exceeded", UNAVAILABLE: "ServiceUnavailableError"}
-_RETRY_AFTER = (b"retry-after", str(RETRY_AFTER_S).encode())
+
+
+def _retry_after(status: int, when_full_s: Callable[[], int]) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the header with the time to retry, where an answer of this status has one."""
+    if status not in LATER:
+        return ()
+    after_s = when_full_s() if status == TOO_MANY else RETRY_AFTER_S
+    return ((b"retry-after", b"%d" % after_s),)
 
 
 def _brings_work(scope: Message) -> bool:
@@ -277,12 +289,17 @@ def _declared_bytes(scope: Message) -> int:
     return int(length) if length.isdigit() else 0
 
 
-def refusal(status: int, reason: str) -> tuple[Message, Message]:
-    """Return the messages of an answer that refuses a call, in the form of the OpenAI API."""
+def refusal(
+    status: int, reason: str, when_full_s: Callable[[], int] = lambda: RETRY_AFTER_S
+) -> tuple[Message, Message]:
+    """Return the messages of an answer that refuses a call, in the form of the OpenAI API.
+
+    ``when_full_s`` returns the time after which to retry what got 429.
+    """
     kind = _ERROR_TYPES.get(status, "invalid_request_error")
     error = {"message": reason, "type": kind, "param": None, "code": status}
     body = msgspec.json.encode({"error": error})
-    more = [_RETRY_AFTER] if status in LATER else []
+    more = [*_retry_after(status, when_full_s)]
     if status != TOO_MANY:
         more.append((b"connection", b"close"))  # The rest is not waited for; the router goes.
     return json_answer(status, body, *more)
@@ -321,11 +338,15 @@ _NO_FILES_LEFT = (
 _NO_FILES = NoFilesFilter()
 
 
-def connection_limits(settings: RouterSettings) -> ConnectionLimits:
-    """Return the limits of a router's server: a stream may need two more files, at its engines."""
+def connection_limits(settings: RouterSettings, idle_s: float = 0.0) -> ConnectionLimits:
+    """Return the limits of a router's server: a stream may need two more files, at its engines.
+
+    ``idle_s`` is the time after which the server itself closes a connection between two requests.
+    """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = settings.max_connections if files == resource.RLIM_INFINITY else files // 3
-    return ConnectionLimits(min(settings.max_connections, allowed), settings.quiet_timeout_s)
+    most = min(settings.max_connections, allowed)
+    return ConnectionLimits(most, settings.quiet_timeout_s, idle_s)
 
 
 def server_limits() -> ConnectionLimits:

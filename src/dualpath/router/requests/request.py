@@ -19,6 +19,7 @@ from dualpath.core.errors import (
     DeadlineError,
     EngineLostError,
     HitLostError,
+    OverloadedError,
     PromptTooLongError,
     SchedulerLostError,
     TransportError,
@@ -27,6 +28,7 @@ from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo, KnownEngines, is_alive
 from dualpath.router.observe.tracing import RequestTrace
+from dualpath.router.requests.admission import Ticket
 from dualpath.router.requests.call_watch import OpenCall
 from dualpath.router.scheduling import (
     Arrived,
@@ -116,6 +118,7 @@ class Attempt:
         job: Job,
         attempt_id: str,
         scheduled: ScheduledRequest,
+        ticket: Ticket,
         record: RequestRecord,
         emit: Callable[[TokenEvent], None],
         trace: RequestTrace | None = None,
@@ -129,10 +132,12 @@ class Attempt:
         self._front_end = front_end
         self._job = job
         self._scheduled = scheduled
+        self._ticket = ticket
         self._record = record
         self._emit = emit
         self._trace = trace
         self._use_cached = use_cached
+        self._asked_s = front_end.clock()
         self._decode_start_s: float | None = None
         self._decoding_s: float | None = None
 
@@ -153,6 +158,7 @@ class Attempt:
             tenant=job.tenant,
             use_cached=self._use_cached,
         )
+        self._asked_s = self._front_end.clock()
         scheduled = self._scheduled.attempt(order, self)
         reason = "cancelled"
         try:
@@ -305,11 +311,23 @@ class Attempt:
         if not self.placed:
             self.placed = True
             self._front_end.metrics.placed()
+            self._front_end.admission.has_engines(self._ticket, *self._placement_waits_s())
+
+    def _placement_waits_s(self) -> tuple[float, float]:
+        """Return the wait in the scheduler's queue, and all else but the look-up in storage."""
+        spent_s = {Stage.LOOKUP: 0.0, Stage.QUEUE: 0.0}
+        for stage in self._record.stages:
+            if stage.stage in spent_s and stage.attempt == self._record.attempts:
+                spent_s[stage.stage] += stage.end_s - stage.start_s
+        queue_s = spent_s[Stage.QUEUE]
+        since_s = self._front_end.clock() - self._asked_s
+        return queue_s, max(since_s - queue_s - spent_s[Stage.LOOKUP], 0.0)
 
     def _release(self, scheduled: ScheduledAttempt, reason: str) -> None:
         if self.placed:
             self.placed = False
             self._front_end.metrics.given_back()
+            self._front_end.admission.has_no_engines(self._ticket)
         scheduled.close(reason)
 
 
@@ -324,8 +342,11 @@ def _check_not_aborted(engine: EngineInfo, event: TokenEvent) -> None:
 class RequestLife:
     """Runs a job to its end; ``events`` gets its tokens, and None from the front end at the end."""
 
-    def __init__(self, front_end: "FrontEnd", job: Job, scheduled: ScheduledRequest) -> None:
+    def __init__(
+        self, front_end: "FrontEnd", job: Job, scheduled: ScheduledRequest, ticket: Ticket
+    ) -> None:
         self.job = job
+        self.ticket = ticket
         self.record = RequestRecord(job.request_id, job.prompt_tokens, front_end.clock)
         # Unbounded: a request has at most max_new_tokens events.
         self.events: asyncio.Queue[TokenEvent | None] = asyncio.Queue()
@@ -341,11 +362,6 @@ class RequestLife:
         self._schedulers_lost = 0
         self._finished = False
         self._trace: RequestTrace | None = None
-
-    @property
-    def placed(self) -> bool:
-        """Whether the request has its engines at the moment."""
-        return self._attempt is not None and self._attempt.placed
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -369,6 +385,9 @@ class RequestLife:
         except DeadlineError:
             outcome = "deadline"
             raise
+        except OverloadedError:
+            outcome = "refused"
+            raise
         except (EngineLostError, TransportError):
             outcome = "engine_lost"
             raise
@@ -383,11 +402,8 @@ class RequestLife:
         try:
             async with asyncio.timeout(deadline_s):
                 with self.record.stage(Stage.ADMISSION):
-                    await self._front_end.admission.acquire()
-                try:
-                    await self._all_attempts()
-                finally:
-                    self._front_end.admission.release()
+                    await self._admitted()
+                await self._all_attempts()
         except TimeoutError as error:
             last = f"; last failure: {self.record.failures[-1]}" if self.record.failures else ""
             raise DeadlineError(
@@ -396,6 +412,12 @@ class RequestLife:
                 f"{len(self._generated)} tokens{last}; raise request_deadline_s, add engines or "
                 f"send fewer requests at once"
             ) from error
+
+    async def _admitted(self) -> None:
+        """Wait in the queue; looks for engines now and then, as a request at the scheduler does."""
+        while not await self.ticket.wait(0.0):
+            await self._some_engines()
+            await self.ticket.wait(self._front_end.settings.engine_wait_s)
 
     async def _all_attempts(self) -> None:
         settings = self._front_end.settings
@@ -440,6 +462,7 @@ class RequestLife:
             job,
             attempt_id,
             self._scheduled,
+            self.ticket,
             self.record,
             self._emit,
             self._trace,
@@ -450,6 +473,7 @@ class RequestLife:
             await self._attempt.run()
         except SchedulerLostError:
             self._schedulers_lost += 1
+            self._front_end.admission.scheduler_lost()
             raise
         except HitLostError:
             raise
@@ -492,13 +516,16 @@ class RequestLife:
         return max(with_an_engine, otherwise, self._schedulers_lost)
 
     async def _engines_there(self) -> None:
-        wait_s = self._front_end.settings.engine_wait_s
         with self.record.stage(Stage.ADMISSION):
-            try:
-                await self._scheduling.wait_for_engines(1, 1, wait_s)
-            except DeadlineError as error:
-                raise EngineLostError(f"request {self.job.request_id}: {error}") from error
+            await self._some_engines()
         self._check()
+
+    async def _some_engines(self) -> None:
+        wait_s = self._front_end.settings.engine_wait_s
+        try:
+            await self._scheduling.wait_for_engines(1, 1, wait_s)
+        except DeadlineError as error:
+            raise EngineLostError(f"request {self.job.request_id}: {error}") from error
 
     def _check(self) -> None:
         job, engines = self.job, self._scheduling.engines

@@ -146,10 +146,13 @@ class Dispatch:
         """Requests without an assignment."""
         return sum(placement.assignment is None for placement in self._placements.values())
 
-    def queue(self, role: Role) -> RoleQueue:
-        """Return the load and the queue of a role; each waiting request counts as their mean."""
+    def queue(self, role: Role, held: int = 0) -> RoleQueue:
+        """Return the load and the queue of a role; each waiting request counts as their mean.
+
+        ``held`` requests wait for both roles and are not submitted yet.
+        """
         lengths = self._scheduler.queue_lengths()
-        count = lengths.prefill if role is Role.PREFILL else lengths.decode
+        count = held + (lengths.prefill if role is Role.PREFILL else lengths.decode)
         requests = [p.request for p in self._placements.values() if not p.decided.done()]
         waiting = [self._scheduler.request_tokens(request, role) for request in requests]
         mean = sum(waiting) // len(waiting) if waiting else 0

@@ -132,7 +132,8 @@ class FrontEndSession:
         #: Prompt tokens of the attempts.
         self.prompt_tokens = 0
         self._refused: dict[str, DualPathError] = {}
-        self._tasks: dict[asyncio.Task[None], str] = {}
+        #: Calls that have no answer yet, by attempt ("" for others).
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
 
     def take(self, message: m.FrontEndMessage) -> None:
         """Handle one message; they come in order, each once."""
@@ -176,7 +177,7 @@ class FrontEndSession:
 
     def close(self, reason: str) -> None:
         """The session has ended: release everything."""
-        for work in list(self._tasks):
+        for work in [work for works in self._tasks.values() for work in works]:
             work.cancel()
         for attempt_id in list(self._attempts):
             self._close(attempt_id, f"its front end is lost: {reason}")
@@ -277,8 +278,14 @@ class FrontEndSession:
     ) -> None:
         # Not the awaitable itself: it would never be awaited if the task is cancelled at once.
         task = asyncio.create_task(self._run(call_id, work, attempt_id))
-        self._tasks[task] = attempt_id
-        task.add_done_callback(self._tasks.pop)
+        self._tasks.setdefault(attempt_id, set()).add(task)
+        task.add_done_callback(lambda done: self._answered(done, attempt_id))
+
+    def _answered(self, task: "asyncio.Task[None]", attempt_id: str) -> None:
+        works = self._tasks[attempt_id]
+        works.discard(task)
+        if not works:
+            del self._tasks[attempt_id]
 
     async def _run(
         self, call_id: int, work: Callable[[], Awaitable[object]], attempt_id: str
@@ -311,9 +318,8 @@ class FrontEndSession:
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is not None:
             self.prompt_tokens -= attempt.prompt_tokens
-            for work, name in list(self._tasks.items()):
-                if name == attempt_id:
-                    work.cancel()
+            for work in self._tasks.get(attempt_id, ()):
+                work.cancel()
             attempt.close(reason)
 
 

@@ -22,6 +22,7 @@ from dualpath.core.session_hints import SessionHints
 from dualpath.node.cluster_secret import load_secret
 from dualpath.node.host_process import has_exited
 from dualpath.policy.events import Assignment, SchedulerSettings
+from dualpath.policy.rebalance import RoleQueue
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.policy.session_warmth import SessionName, WarmthSettings
 from dualpath.router.engine_calls import EngineHealth
@@ -124,7 +125,9 @@ class Scheduler:
             enable_caching=settings.dram_tier,
         )
         self.send: Callable[[str, RouterMessage], None] = self.server.send
-        self.metrics = RouterMetrics(self.registry, self.server.refusals, clock)
+        self.metrics = RouterMetrics(
+            self.registry, self.server.refusals, clock, settings.tenant_weights
+        )
         self.membership = Membership(self.registry)
         # Attempts, and what the scheduler knows of engines' blocks and slots.
         self.exchange = Exchange()
@@ -298,7 +301,10 @@ class Scheduler:
 
     def _load(self) -> Load:
         recent = self._dispatch.recent if self._dispatch is not None else ()
-        return Load(self._own().running, *self.counts(), recent, self.draining)
+        at_scheduler = self._dispatch.waiting if self._dispatch is not None else 0
+        return Load(
+            self._own().running, *self.counts(), recent, self.draining, at_scheduler
+        )
 
     # ------------------------------------------------------------------ for attempts
 
@@ -425,7 +431,7 @@ class Scheduler:
             self.dispatch.report(info.engine_id, message.load, received)
             self.roles.poll()
             if self.role_policy is not None:
-                self.role_policy.tick(self.dispatch.queue)
+                self.role_policy.tick(self._role_queue)
         elif isinstance(message, Released):
             self.releases.writer_done(message.request_id, info.writer)
         elif isinstance(message, CacheUpdate):
@@ -434,6 +440,11 @@ class Scheduler:
             self.exchange.deliver(info.engine_id, message)
 
     # ------------------------------------------------------------------ placement
+
+    def _role_queue(self, role: Role) -> RoleQueue:
+        """Return a role's load and queue; most requests may still wait at their front ends."""
+        waiting, _ = self.counts()
+        return self.dispatch.queue(role, max(waiting - self.dispatch.waiting, 0))
 
     def _open_dispatch(self) -> Dispatch:
         thresholds = self.thresholds.for_scheduler()

@@ -253,6 +253,7 @@ class Load(NamedTuple):
     """What only the service knows: open requests, how many have engines, latest decisions.
 
     ``draining``: an operator has asked that new requests go to other schedulers.
+    ``at_scheduler`` of the waiting ones are in the scheduler's queue, the others at front ends.
     """
 
     open_requests: Iterable[RequestRecord]
@@ -260,6 +261,7 @@ class Load(NamedTuple):
     running: int
     placements: Iterable[Placement]
     draining: bool = False
+    at_scheduler: int = 0
 
 
 class Dashboard:
@@ -352,6 +354,7 @@ class Dashboard:
             "model": model_name(registry),
             **({"draining": True} if load.draining else {}),
             "waiting": load.waiting,
+            "waiting_at_scheduler": load.at_scheduler,
             "running": load.running,
             "engines": {role.value: _liveness(engines, role) for role in Role},
             "lost_engines": _lost(engines, now_s),

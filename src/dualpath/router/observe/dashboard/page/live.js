@@ -84,11 +84,17 @@ function liveTiles(report, history) {
     { label: "Generated", value: asTokenRate(generated),
       detail: `${asTokens(history.total("generated_tokens", 60))} in 1 min` },
     { label: "Requests", value: `${asCount(report.running)} running`,
-      detail: `${asCount(report.waiting)} waiting` },
+      detail: waitingDetail(report) },
     readTile("Storage reads, 1 min", read.pe, read.de, all),
     { label: "Engines", value: `${up} up`, alarm: lost > 0 || !prefill.up || !decode.up,
       detail: `${prefill.up} PE, ${decode.up} DE · ${lost} lost` },
   ];
+}
+
+function waitingDetail(report) {
+  const queued = report.waiting - report.waiting_at_scheduler;
+  const where = queued > 0 ? `, ${asCount(queued)} at front ends` : "";
+  return `${asCount(report.waiting)} waiting${where}`;
 }
 
 function readTile(label, pe, de, all) {
