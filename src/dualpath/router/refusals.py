@@ -39,6 +39,7 @@ class ControlRefusal(StrEnum):
     VERSION = "version"
     MODE = "mode"
     NAMESPACE = "namespace"
+    WEIGHTS = "weights"
     SETTINGS = "settings"
     ADAPTERS = "adapters"
     REPLACED = "replaced"
