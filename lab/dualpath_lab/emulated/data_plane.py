@@ -326,8 +326,9 @@ class DataPlane(RankPlane):
 
     ``ranks`` connects to the engine's other ranks.  ``on_rank_event`` is called with the events of
     all ranks, this one included, except those about HBM.  ``former_epoch`` is that of this
-    process's former data plane, which has left with other weights.  Raises ``ConfigError`` for storage,
-    buffer or transport that cannot be opened, ``EngineLostError`` for a rank that did not start.
+    process's former data plane, which has left with other weights.  Raises ``ConfigError`` for
+    storage, buffer or transport that cannot be opened, ``EngineLostError`` for a rank that did not
+    start.
     """
 
     def __init__(

@@ -124,9 +124,9 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
     max_model_len: Annotated[
         int, Setting("longest context (prompt and answer) in tokens", ge=2)
     ] = 131072
-    weights: Annotated[
-        str, Setting("version of the weights; empty: those it was started with")
-    ] = ""
+    weights: Annotated[str, Setting("version of the weights; empty: those it was started with")] = (
+        ""
+    )
 
     def check(self) -> None:
         """Raise ``ConfigError`` (value, limit, remedy) for invalid settings."""

@@ -77,9 +77,7 @@ class SimRequest:
         }
 
 
-def _prefix(
-    prompt: Sequence[int], count: int, salt: str | None, weights: str = ""
-) -> TokenPrefix:
+def _prefix(prompt: Sequence[int], count: int, salt: str | None, weights: str = "") -> TokenPrefix:
     return TokenPrefix(
         prompt,
         BLOCK_TOKENS,

@@ -128,13 +128,21 @@ def _open_of_first_weights(
     return lambda settings, namespace: surroundings.open_storage(settings, namespace.with_weights())
 
 
-def _member_of_first_storage(self: Membership, *arguments: Any, **named: Any) -> None:
+def _member_of_first_storage(
+    self: Membership,
+    *arguments: Any,  # noqa: ANN401 - those of ``Membership``
+    **named: Any,  # noqa: ANN401 - those of ``Membership``
+) -> None:
     own = named["surroundings"]
     named["surroundings"] = replace(own, open_storage=_open_of_first_weights(own))
     _member(self, *arguments, **named)
 
 
-def _any_weights(hello: Register, namespace: StoreNamespace | None, *others: Any) -> None:
+def _any_weights(
+    hello: Register,
+    namespace: StoreNamespace | None,
+    *others: Any,  # noqa: ANN401 - those of ``check_registration``
+) -> None:
     """``registry.check_registration`` that compares everything but the version of the weights."""
     alike = None if namespace is None else namespace.with_weights(hello.namespace.weights)
     _check_registration(hello, alike, *others)

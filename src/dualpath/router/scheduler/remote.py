@@ -56,7 +56,8 @@ class EnginesView:
     """The ``KnownEngines`` that the scheduler has reported; none without a session.
 
     ``namespace``, without the version of the weights, and the weights of ``adapters`` are the first
-    that it reported, because keys have been made for them since.  ``away`` is the reason why there is no session.
+    that it reported, because keys have been made for them since.  ``away`` is the reason why there
+    is no session.
     """
 
     def __init__(self, away: str, adapters: ServedAdapters) -> None:
