@@ -45,6 +45,7 @@ class Pause(StrEnum):
 
     DRAINING = "draining"
     ASKED = "asked"
+    WEIGHTS = "weights"
     SUSPECT = "suspect"
 
 
@@ -101,7 +102,7 @@ class EngineState:
         self.talk, self.last_session = Channel(session), session
         self.identity, self.heard_s, self.step_s = identity, now_s, now_s
         self.left = self.drained = False
-        self.pauses &= {Pause.ASKED}
+        self.pauses &= {Pause.ASKED, Pause.WEIGHTS}
 
     def reports(self, report: Report, now_s: float) -> None:
         """Take a report of this process."""
@@ -451,6 +452,10 @@ class Registry:
         self.namespace = self.namespace.with_weights(weights)
         self._weights_required = True
         return [] if stays else [e for e in self._engines.values() if e.present]
+
+    def allow_any_weights(self) -> None:
+        """Let the next engine that registers without others decide the version again."""
+        self._weights_required = False
 
     def _decide_weights(self, hello: Register) -> None:
         """Take the weights of an engine as those of the cluster, if no other engine is present."""

@@ -454,6 +454,9 @@ class RemoteScheduling:
         self._connection.close()
         self._ended("the front end has left")
 
+    #: A separate front end continues requests, whatever the trainer asks for them.
+    ends_aborted = False
+
     async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for live engines; raises ``DeadlineError`` with what is missing."""
         await self._membership.wait(prefill, decode, timeout_s, self._address)
