@@ -293,7 +293,7 @@ async def test_what_cannot_be_done_is_refused_with_the_reason() -> None:
             with pytest.raises(BadRequestError, match=message):
                 updates.request(asked)
         updates.request(update("step-1"))
-        with pytest.raises(BadRequestError, match="update step-1-.* is under way"):
+        with pytest.raises(BadRequestError, match=r"update step-1-.* is under way"):
             updates.request(update("step-2"))
         await over(made)
         status, answer = weights_call(updates, b'{"action": "melt"}')

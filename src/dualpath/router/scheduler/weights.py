@@ -86,7 +86,7 @@ class EngineCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     path: str
     body: dict[str, Any] = msgspec.field(default_factory=dict)
-    query: dict[str, str] = msgspec.field(default_factory=dict)
+    query: dict[str, str | list[str]] = msgspec.field(default_factory=dict)
 
 
 class WeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -239,6 +239,7 @@ class WeightUpdates:
             "for_s": round(self._clock() - self._since_s, 3),
             "weights": registry.weights or None,
             "shown": shown_version(registry.weights),
+            "under_way": self._task is not None and not self._task.done(),
             "action": operation.action.value if operation else None,
             "version": (operation.version or None) if operation else None,
             "error": (operation.error or None) if operation else None,
@@ -374,14 +375,14 @@ class WeightUpdates:
     async def _sleep(self, asked: WeightsRequest) -> None:
         await self._pause(asked.running)
         self._enter(State.APPLYING)
-        query = {"level": str(asked.level), "mode": Running.ABORT.value}
-        await self._at(self._engines, EngineCall("/sleep", query=query))
+        call = EngineCall("/sleep", query={"level": str(asked.level), "mode": "abort"})
+        await self._at(self._engines, call)
         self._enter(State.ASLEEP)
 
     async def _wake_up(self, asked: WeightsRequest) -> None:
         self._hold(self._running)
         self._enter(State.APPLYING)
-        call = EngineCall("/wake_up", query={"tags": asked.tags[0]} if asked.tags else {})
+        call = EngineCall("/wake_up", query={"tags": [*asked.tags]} if asked.tags else {})
         answers = await self._at(self._engines, call)
         if all(isinstance(a, dict) and a.get("status") == "awake" for a in answers):
             await self._resume()
