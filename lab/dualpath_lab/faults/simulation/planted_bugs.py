@@ -6,7 +6,7 @@ Each disables one mechanism that protects KV from errors or the cluster from an 
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -305,8 +305,10 @@ def _skipping_unread(
         raise
 
 
-def _unprotected(index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float) -> Rows:
-    return victims(index, msgspec.structs.replace(limits, protect_s=0.0), pins, now_s)
+def _unprotected(
+    index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float, earlier: Collection[str]
+) -> Rows:
+    return victims(index, msgspec.structs.replace(limits, protect_s=0.0), pins, now_s, earlier)
 
 
 #: By name, in the order of docs/reference/simulated-faults.md.
@@ -369,9 +371,10 @@ def _left_to_fullest(
 
 
 def _without_tenant_quota(
-    index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float
+    index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float, earlier: Collection[str]
 ) -> Rows:
-    return victims(index, msgspec.structs.replace(limits, tenant_quota_bytes=0), pins, now_s)
+    some = msgspec.structs.replace(limits, tenant_quota_bytes=0)
+    return victims(index, some, pins, now_s, earlier)
 
 
 def _first_tenant(self: ChainIndex, name: str) -> int:
