@@ -33,7 +33,7 @@ GENERATED = 100
 
 def models() -> tuple[Path, Path]:
     """The model before the first training step and after it."""
-    before, after = (make_tiny_model("llama", seed=seed) for seed in (0, 1))
+    before, after = (make_tiny_model("qwen2", seed=seed) for seed in (0, 1))
     return before, after
 
 

@@ -145,7 +145,7 @@ class EngineGuard:
             refused = keys.foreign_call(scope)
         may_compute = method not in _READING
         if refused is None and may_compute:
-            trains = role is not None and _settings(scope["app"].state.args).rollouts
+            trains = role is not None and _trains(scope["app"].state.args)
             refused = _refused_path(role, path, takes_legs=self._legs is not None, trains=trains)
         if refused is not None:
             await _refuse(scope, send, *refused)
@@ -328,6 +328,11 @@ def _role(args: Any) -> Role | None:  # noqa: ANN401 - vLLM's parsed command lin
         return None
     extra = transfer.kv_connector_extra_config  # type: ignore[union-attr]
     return Role(engine_values(extra, os.environ)["role"])
+
+
+def _trains(args: Any) -> bool:  # noqa: ANN401 - vLLM's parsed command line
+    extra = args.kv_transfer_config.kv_connector_extra_config
+    return bool(engine_values(extra, os.environ).get("rollouts", False))
 
 
 def _hosts(args: Any) -> AllowedHosts:  # noqa: ANN401 - vLLM's parsed command line
