@@ -148,13 +148,8 @@ def _any_weights(
     _check_registration(hello, alike, *others)
 
 
-def _left_at_once(self: Membership, reason: str = "engine shuts down") -> bool:
-    _leave(self, reason)
-    return True
-
-
 _check_registration = registry.check_registration
-_member, _leave = Membership.__init__, Membership.leave
+_member = Membership.__init__
 
 #: By name, in the order of docs/reference/simulated-faults.md.
 WEIGHT_BUGS: dict[str, PlantedBug] = {
@@ -165,10 +160,6 @@ WEIGHT_BUGS: dict[str, PlantedBug] = {
     "weights-mixed": PlantedBug(
         "an engine joins with other weights than the cluster's",
         replaced(registry, "check_registration", _any_weights),
-    ),
-    "weights-over-transfers": PlantedBug(
-        "an engine joins with its next weights before the transfers of the former ones are over",
-        replaced(Membership, "leave", _left_at_once),
     ),
 }
 
