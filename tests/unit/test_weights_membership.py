@@ -60,7 +60,7 @@ def member(role: Role, weights: str = "", former_epoch: str | None = None) -> Me
 
 @pytest.mark.parametrize("role", list(Role))
 def test_the_buffer_is_returned_to_the_machine_and_grows_again(role: Role) -> None:
-    """A decode engine's buffer is a memory file, which others may map; a prefill engine's is not."""
+    """A decode engine has its buffer in a memory file, a prefill engine in anonymous memory."""
     gc.collect()
     before = resident_bytes()
     engine = member(role)
