@@ -27,7 +27,13 @@ from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm import engine_guard
 from dualpath.vllm.engine_arguments import CONNECTOR, GUARD_CLASS
 from dualpath.vllm.engine_config import parse_front_end_arguments
-from dualpath.vllm.engine_guard import _CHANGES_ENGINE, _WITHOUT_KV, EngineGuard
+from dualpath.vllm.engine_guard import (
+    _CHANGES_ENGINE,
+    _PAUSES,
+    _TRAINS,
+    _WITHOUT_KV,
+    EngineGuard,
+)
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
 ENGINE_SETTINGS = {
@@ -50,7 +56,7 @@ GENERATING = (
 )  # fmt: skip
 
 
-def engine(role="prefill", keys=(), connector=CONNECTOR):
+def engine(role="prefill", keys=(), connector=CONNECTOR, **settings):
     """A client of an engine with routes that return the request."""
     app = FastAPI()
 
@@ -61,7 +67,7 @@ def engine(role="prefill", keys=(), connector=CONNECTOR):
     args = parse_front_end_arguments(FrontEndSettings(model="m"))
     args.api_key = list(keys)
     args.middleware = [GUARD_CLASS]
-    extra = {"role": role}
+    extra = {"role": role, **settings}
     args.kv_transfer_config = SimpleNamespace(
         kv_connector=connector, kv_connector_extra_config=extra
     )
@@ -133,13 +139,45 @@ async def test_a_decode_engine_answers_directly_too(path):
         assert (await client.post(path, json={"prompt": "hi"})).status_code == 200
 
 
-@pytest.mark.parametrize("path", sorted(_CHANGES_ENGINE))
+@pytest.mark.parametrize("path", sorted(_CHANGES_ENGINE | _TRAINS))
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_weights_and_kv_memory_of_a_running_engine_cannot_be_changed(role, path):
     async with engine(role) as client:
         answer = await client.post(path)
         assert answer.status_code == 403
-        assert "restart the engine" in answer.json()["error"]["message"]
+        assert "restart" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", sorted(_TRAINS | _PAUSES))
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_trainer_may_change_an_engine_of_rollouts(role, path):
+    async with engine(role, rollouts=True) as client:
+        body = {"method": "reload_weights"}
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 200
+        assert answer.json() == {"bytes": len(json.dumps(body, separators=(",", ":")))}
+    async with engine(role, ["engines"], rollouts=True) as client:
+        assert (await client.post(path, json=body)).status_code == 401
+        assert (await client.post(path, json=body, headers=KEY)).status_code == 200
+
+
+@pytest.mark.parametrize("path", sorted(_CHANGES_ENGINE))
+async def test_adapters_cannot_be_changed_by_a_trainer_either(path):
+    async with engine(rollouts=True) as client:
+        assert (await client.post(path)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/finish_weight_update", "weight_version"), ("/update_weight_version", "new_version")],
+)
+async def test_weights_get_no_name_that_others_may_have(path, field):
+    async with engine(rollouts=True) as client:
+        answer = await client.post(path, json={field: "step-7"})
+        assert answer.status_code == 400
+        assert "16 hex digits" in answer.json()["error"]["message"]
+        for body in ({field: "step-7-0123456789abcdef"}, {field: None}, {}):
+            assert (await client.post(path, json=body)).status_code == 200
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

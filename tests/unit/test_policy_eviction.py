@@ -7,12 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualpath.core.blocks import BlockKey, block_keys, chain_root
+from dualpath.core.blocks import (
+    BlockGeometry,
+    BlockKey,
+    StoreNamespace,
+    block_keys,
+    chain_root,
+)
 from dualpath.storage.chain_index import (
     NO_PINS,
     ChainIndex,
     Pins,
     above_watermark,
+    earlier_weights,
     pinned_ends,
     victims,
 )
@@ -344,3 +351,41 @@ def test_without_limits_nothing_is_evicted(limits: StorageLimits) -> None:
     add(index, chain(1, 9), 1.0)
     assert not limits.any
     assert gone(index, limits, 1e9) == []
+
+
+LOADED = StoreNamespace("m", "bf16", "x", BlockGeometry.uniform(1, 1, 8))
+STEPS = {
+    "loaded_0": LOADED,
+    "first_1": LOADED.with_weights("step-1-0123456789abcdef"),
+    "second_2": LOADED.with_weights("step-2-0123456789abcdef"),
+    "other_3": StoreNamespace("n", "bf16", "x", BlockGeometry.uniform(1, 1, 8)).with_weights(
+        "step-1-0123456789abcdef"
+    ),
+}
+
+
+def test_blocks_of_earlier_weights_are_evicted_before_all_others() -> None:
+    index = ChainIndex()
+    for number, place in enumerate(("other_3", "loaded_0", "first_1", "second_2")):
+        add(index, chain(number, 2), 1.0 + number, place=place)
+    earlier = earlier_weights(index, STEPS)
+    assert earlier == {"first_1"}
+    rows = victims(index, quota(3), NO_PINS, 10.0, earlier).tolist()
+    # Then by their last use: also weights whose model has had no later ones.
+    assert [index.block(row)[0] for row in rows] == ["first_1"] * 2 + ["other_3"] * 2 + ["loaded_0"]
+
+
+def test_weights_that_were_used_last_are_those_of_no_earlier_step() -> None:
+    index = ChainIndex()
+    add(index, chain(1, 2), 1.0, place="second_2")
+    add(index, chain(2, 2), 2.0, place="first_1")
+    assert earlier_weights(index, STEPS) == {"second_2"}
+    # Engines that are started again have the weights of their model.
+    add(index, chain(3, 2), 3.0, place="loaded_0")
+    assert earlier_weights(index, STEPS) == {"first_1", "second_2"}
+
+
+def test_without_descriptions_no_weights_are_earlier() -> None:
+    index = ChainIndex()
+    add(index, chain(1, 2), 1.0, place="first_1")
+    assert earlier_weights(index, {}) == frozenset()

@@ -97,6 +97,7 @@ TYPED: dict[str, str] = {
     "serve": "M --storage S --dry-run --dram-bytes 1GB",
     "scheduler": "",
     "roles": "--endpoint http://127.0.0.1:9",
+    "weights": "update --label step-1 --endpoint http://127.0.0.1:9",
     "replay": "T --endpoint http://127.0.0.1:9",
     "record": "--endpoint http://127.0.0.1:9 --out S",
     "report": "T",

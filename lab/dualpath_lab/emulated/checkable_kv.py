@@ -1,4 +1,4 @@
-"""KV in which every byte can be verified: a function of token prefix, layer and part.
+"""KV in which every byte can be verified: a function of weights, token prefix, layer and part.
 
 The KV of a token in one head, part and layer is a number of 64-bit words.  Word ``w`` is the
 token's seed (a hash of the whole prefix) XOR a constant of (layer, part, head, ``w``).  So every
@@ -83,6 +83,7 @@ class TokenPrefix:
 
     ``keys`` are the keys of the full blocks.  ``seeds`` has a row per block and a column per token;
     tokens that do not exist yet have seed 0.  ``capacity_tokens`` is the largest number of tokens.
+    Other ``weights`` give other seeds, and the same keys and next tokens.
     """
 
     def __init__(
@@ -93,7 +94,10 @@ class TokenPrefix:
         cache_salt: str | None,
         vocab_size: int,
         capacity_tokens: int,
+        weights: str = "",
     ) -> None:
+        digest = hashlib.blake2b(weights.encode(), digest_size=8).digest()
+        self._weights = int.from_bytes(digest, "little") if weights else 0
         self.keys: list[BlockKey] = block_keys(token_ids, block_tokens, cache_salt=cache_salt)
         self.tokens = len(token_ids)
         self._block_tokens = block_tokens
@@ -128,14 +132,14 @@ class TokenPrefix:
         places = np.arange(self._block_tokens, dtype=np.uint64) << np.uint64(32)
         sums = np.cumsum(mixed(ids.astype(np.uint64) + places), axis=1, dtype=np.uint64)
         starts = np.frombuffer(before, np.uint64)
-        self.seeds[: len(ids)] = mixed(starts[:, None] + sums)
+        self.seeds[: len(ids)] = mixed(starts[:, None] + sums) ^ np.uint64(self._weights)
 
     def _seed(self, token: int) -> None:
         block, place = len(self.keys), len(self._open)
         before = self.keys[-1] if self.keys else chain_root()
         self._sum = (self._sum + _mixed_one(token + (place << 32))) & _MASK
         start = int.from_bytes(before[:8], "little")
-        self.seeds[block, place] = _mixed_one((start + self._sum) & _MASK)
+        self.seeds[block, place] = _mixed_one((start + self._sum) & _MASK) ^ self._weights
         self._open.append(token)
         if len(self._open) == self._block_tokens:
             self.keys.append(self._key_of(self._open))

@@ -325,8 +325,10 @@ class DataPlane(RankPlane):
     """HBM, membership and verifier of one engine; methods may be called from any thread.
 
     ``ranks`` connects to the engine's other ranks.  ``on_rank_event`` is called with the events of
-    all ranks, this one included, except those about HBM.  Raises ``ConfigError`` for storage,
-    buffer or transport that cannot be opened, ``EngineLostError`` for a rank that did not start.
+    all ranks, this one included, except those about HBM.  ``former_epoch`` is that of this
+    process's former data plane, which has left with other weights.  Raises ``ConfigError`` for
+    storage, buffer or transport that cannot be opened, ``EngineLostError`` for a rank that did not
+    start.
     """
 
     def __init__(
@@ -334,6 +336,7 @@ class DataPlane(RankPlane):
         settings: EmulatedSettings,
         surroundings: Surroundings = LIVE,
         ranks: LeaderRank | None = None,
+        former_epoch: str | None = None,
     ) -> None:
         self._ranks = ranks or OnlyRank()
         super().__init__(settings, self._ranks, surroundings)
@@ -351,6 +354,7 @@ class DataPlane(RankPlane):
             surroundings=surroundings,
             holder=self.hbm,
             place=self.place,
+            former_epoch=former_epoch,
         )
         if settings.engine.role is Role.PREFILL:
             costs = settings.costs
@@ -361,10 +365,13 @@ class DataPlane(RankPlane):
         self.verifier = self.open_verifier(self.manager.counters)
         self._ranks.listen(self._on_event, self.manager.fail)
 
-    def close(self) -> None:
-        """End the other ranks and leave the cluster; idempotent."""
+    def close(self, reason: str = "engine shuts down") -> bool:
+        """End the other ranks and leave the cluster; idempotent.
+
+        Return whether all transfers are over.
+        """
         self._ranks.end()
-        self.membership.leave()
+        return self.membership.leave(reason)
 
     def begin_pass(
         self, parts: Sequence[PrefillChunk], before: ForwardPass | FollowedPass | None = None

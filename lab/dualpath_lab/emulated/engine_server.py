@@ -131,6 +131,7 @@ class Admission:
             cache_salt=request.cache_salt,
             vocab_size=self._settings.vocab_size,
             capacity_tokens=self._tokens(request),
+            weights=self._settings.weights,
         )
 
     def check_prompt(

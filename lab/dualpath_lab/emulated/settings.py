@@ -4,6 +4,8 @@ import enum
 import re
 from typing import Annotated
 
+import msgspec
+
 from dualpath.core.addresses import host_and_port
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, slices_of
 from dualpath.core.errors import ConfigError
@@ -122,6 +124,9 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
     max_model_len: Annotated[
         int, Setting("longest context (prompt and answer) in tokens", ge=2)
     ] = 131072
+    weights: Annotated[str, Setting("version of the weights; empty: those it was started with")] = (
+        ""
+    )
 
     def check(self) -> None:
         """Raise ``ConfigError`` (value, limit, remedy) for invalid settings."""
@@ -160,6 +165,7 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
             geometry=self.geometry,
             mode="kv" if self.engine.mode.moves_bytes else "oracle",
             protection=self.engine.protection,
+            weights=self.weights or msgspec.UNSET,
         )
 
     @property

@@ -7,6 +7,7 @@ SUBCOMMANDS = {
     "scheduler": "start the scheduler alone; engines and front ends register with it",
     "frontend": "start a further front end of a router; all front ends share its engines",
     "roles": "print or change the roles of engines while they serve",
+    "weights": "change the weights of all engines for a trainer, or let them sleep",
     "replay": "replay agent trajectories against an endpoint",
     "record": "write live traffic as a trace: lengths, times and numbered blocks, no text",
     "report": "turn replay results into a table and an HTML page",

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.weights import WeightsVersion
 
 # -------------------------------------------------------------------------------------- key extras
 # The extra keys of blocks: everything besides the tokens that changes their KV.
@@ -293,7 +294,9 @@ class StoreNamespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that must be equal for two engines to exchange stored blocks.
 
     ``mode`` separates the length-only blocks of Oracle runs (§7.2) from real ones;
-    ``protection``, absent for plain blocks, separates blocks by how they are protected.
+    ``protection``, absent for plain blocks, separates blocks by how they are protected;
+    ``weights`` is the version of weights that were changed after the start, absent for those that
+    ``model`` identifies.
     """
 
     model: str
@@ -301,12 +304,19 @@ class StoreNamespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str
     geometry: BlockGeometry
     mode: str = "kv"
-    # Unset is not encoded, so that the digest of plain namespaces is that of earlier versions.
+    # Unset is not encoded, so that the digest of other namespaces is that of earlier versions.
     protection: Protection | msgspec.UnsetType = msgspec.UNSET
+    weights: WeightsVersion | msgspec.UnsetType = msgspec.UNSET
 
     def digest(self) -> str:
         """16 hex digits that name this namespace on disk and on the wire."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
+
+    def with_weights(
+        self, weights: WeightsVersion | msgspec.UnsetType = msgspec.UNSET
+    ) -> "StoreNamespace":
+        """Return the namespace of the same engines with other weights; keys stay the same."""
+        return msgspec.structs.replace(self, weights=weights)
 
 
 #: A ``tenant_tag`` on the wire, empty without one.

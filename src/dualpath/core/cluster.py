@@ -36,6 +36,34 @@ class HostProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: "tuple[HostProcess, ...]" = ()
 
 
+def next_data_plane(epoch: str) -> str:
+    """Return the epoch of a process's next data plane; ``epoch`` is that of its present one.
+
+    A process opens a new data plane when its weights have changed or it has slept, after all
+    transfers of the former one are over.  The first one's epoch names the process.
+    """
+    process, number = _data_plane(epoch)
+    return f"{process}.{number + 1}"
+
+
+def is_earlier_data_plane(epoch: str, present: str) -> bool:
+    """Whether one process has had both data planes, and ``epoch`` is the earlier one."""
+    (process, number), (other, later) = _data_plane(epoch), _data_plane(present)
+    return process == other and number < later
+
+
+def _data_plane(epoch: str) -> tuple[str, int]:
+    """Return the name of the process of an epoch, and the number of its data plane, from 1."""
+    process, dot, number = epoch.rpartition(".")
+    # The router receives epochs from others: a number has at most nine digits.
+    if dot and process and number.isascii() and number.isdigit() and len(number) <= _EPOCH_DIGITS:
+        return process, int(number)
+    return epoch, 1
+
+
+_EPOCH_DIGITS = 9
+
+
 class GroupRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine's place in a data-parallel group: its ranks compute in lock step (§A.4).
 

@@ -130,6 +130,13 @@ StorageProtection = Annotated[
     ),
 ]
 EngineMode = Annotated[Mode, Setting("how KV is loaded; must equal the router's")]
+Rollouts = Annotated[
+    bool,
+    Setting(
+        "let a trainer pause engines, put them to sleep and change their weights through vLLM's "
+        "development routes, which this opens"
+    ),
+]
 BufferBytes = Annotated[int, Setting("PE or DE buffer of an engine (80 GB per node in §A.4)", ge=1)]
 DramBytes = Annotated[
     int,
@@ -331,6 +338,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
             metavar="NAME=PATH,…",
         ),
     ] = msgspec.field(default_factory=dict)
+    rollouts: Rollouts = False
     trace_out: Annotated[
         str, Setting("file for a Chrome trace, written at the end; empty: none", metavar="FILE")
     ] = ""

@@ -275,6 +275,8 @@ def engine_extra_config(
         extra["compute_quota_s"] = settings.effective_compute_quota_s
         extra["quota_flops_per_s"] = settings.quota_flops_per_s
         extra["profile"] = settings.profile
+    if settings.rollouts:
+        extra["rollouts"] = True
     if settings.storage_key_file:
         extra["storage_key_file"] = str(Path(settings.storage_key_file).absolute())
     if settings.storage_protection != "auto":

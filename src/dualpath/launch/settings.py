@@ -21,6 +21,7 @@ from dualpath.engine.settings import (
     NixlConfig,
     Profile,
     QuotaFlops,
+    Rollouts,
     SnicRate,
     Storage,
     StorageKeyFile,
@@ -104,6 +105,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     dram_bytes: DramBytes = 0
     dram_dir: DramDir = ""
     dram_tier: DramTier = True
+    rollouts: Rollouts = False
     prefill_dp: Annotated[
         int, Setting("PEs per data-parallel group (they share experts); 1: no groups", ge=1)
     ] = 1

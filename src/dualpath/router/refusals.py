@@ -48,6 +48,7 @@ class ControlRefusal(StrEnum):
     VERSION = "version"
     MODE = "mode"
     NAMESPACE = "namespace"
+    WEIGHTS = "weights"
     SETTINGS = "settings"
     ADAPTERS = "adapters"
     REPLACED = "replaced"

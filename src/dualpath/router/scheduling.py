@@ -218,6 +218,11 @@ class Scheduling(Protocol):
         """Whether ``Answered`` is used: decode engines cache blocks for next turns."""
         ...
 
+    @property
+    def ends_aborted(self) -> bool:
+        """Whether a request whose attempt has failed ends with the tokens that it has."""
+        ...
+
     async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for live engines; raises ``DeadlineError`` with what is missing."""
         ...

@@ -10,13 +10,13 @@ removed or is not known yet, or of a block that was used, by its reports, before
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dualpath.core.blocks import BlockKey, chain_root
+from dualpath.core.blocks import BlockKey, StoreNamespace, chain_root
 from dualpath.storage.quotas import ALL, StorageLimits, StoredBytes
 
 # ------------------------------------------------------------------------------------- chain links
@@ -453,12 +453,45 @@ def above_watermark(index: ChainIndex, limits: StorageLimits) -> bool:
     return any(quota.above(limits.high) for quota in quotas)
 
 
-def victims(index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float) -> Rows:
-    """Return the rows of the blocks to evict, in order; none of a pinned or protected chain."""
+def earlier_weights(index: ChainIndex, namespaces: Mapping[str, StoreNamespace]) -> frozenset[str]:
+    """Return the namespaces of weights after which engines have had others, by their last use.
+
+    Each training step has a namespace, which no engine uses after the step.  Namespaces without a
+    version are never among them: engines that are started have those weights again.
+    """
+    tables, last_s = index.tables(), dict[str, float]()
+    for number, name in enumerate(index.namespaces):
+        times = tables.times[tables.namespaces == number]
+        if name in namespaces and len(times):
+            last_s[name] = float(times.max())
+    latest: dict[StoreNamespace, str] = {}
+    for name in sorted(last_s, key=last_s.__getitem__):
+        latest[namespaces[name].with_weights()] = name
+    return frozenset(
+        name
+        for name in last_s
+        if namespaces[name].weights is not msgspec.UNSET
+        and latest[namespaces[name].with_weights()] != name
+    )
+
+
+def victims(
+    index: ChainIndex,
+    limits: StorageLimits,
+    pins: Pins,
+    now_s: float,
+    earlier: Collection[str] = (),
+) -> Rows:
+    """Return the rows of the blocks to evict, in order; none of a pinned or protected chain.
+
+    Blocks of ``earlier`` namespaces (see ``earlier_weights``) come first.
+    """
     tables = index.tables()
     uses, depths = chain_uses(_with_pins(index, pins), tables.parents)
     rows = np.flatnonzero(tables.stored & (uses < now_s - limits.protect_s))
-    rows = rows[np.lexsort((-depths[rows], uses[rows]))]
+    first = [number for number, name in enumerate(index.namespaces) if name in earlier]
+    later = ~np.isin(tables.namespaces[rows], first)
+    rows = rows[np.lexsort((-depths[rows], uses[rows], later))]
     sizes = tables.sizes[rows]
     evicted = uses[rows] < now_s - limits.ttl_s if limits.ttl_s else np.zeros(len(rows), np.bool_)
     owners: tuple[tuple[NDArray[np.integer], list[str]], ...] = (

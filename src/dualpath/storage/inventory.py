@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dualpath.core.blocks import BlockKey, StoreNamespace
+from dualpath.core.blocks import BlockKey
 from dualpath.core.errors import ConfigError
 from dualpath.storage import block_file, janitor
 from dualpath.storage.block_file import BlockCodec, PlainBlocks
 from dualpath.storage.chain_index import ChainIndex, Rows, chain_uses
 from dualpath.storage.janitor import BATCH, Removal, Survey, apply_events
-from dualpath.storage.objects import ObjectTree
+from dualpath.storage.objects import ObjectTree, namespace_of
 from dualpath.storage.posix import object_name
 from dualpath.storage.sealed_blocks import block_codec
 from dualpath.storage.wrapping import TokenBucket
@@ -100,7 +100,7 @@ def usage_by_group(
     for number, name in enumerate(names):
         rows = np.flatnonzero(tables.stored & (numbers == number))
         if rows.size:
-            namespace = _namespace(tree, name) if by == "namespace" else None
+            namespace = namespace_of(tree, name) if by == "namespace" else None
             found.append(
                 GroupUsage(
                     name=name,
@@ -186,16 +186,8 @@ def discard(tree: ObjectTree, verdicts: Sequence[CheckResult]) -> None:
 
 def _form(tree: ObjectTree, name: str, keys: "KeyRing | None") -> BlockCodec | None:
     """Return the codec of a namespace's blocks, None if it needs storage keys that are missing."""
-    namespace = _namespace(tree, name)
+    namespace = namespace_of(tree, name)
     if namespace is None:
         return PlainBlocks((_DIGEST.findall(name) or [""])[-1])
     sealed = namespace.protection is not msgspec.UNSET
     return None if sealed and keys is None else block_codec(namespace, keys)
-
-
-def _namespace(tree: ObjectTree, name: str) -> StoreNamespace | None:
-    try:
-        content = tree.get(f"{name}/namespace.json") or b""
-        return msgspec.json.decode(content, type=StoreNamespace)
-    except msgspec.MsgspecError:
-        return None

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, TenantTag
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, StoreNamespace, TenantTag
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage.block_file import HEADER_BYTES, decode_header
 from dualpath.storage.chain_index import (
@@ -25,6 +25,7 @@ from dualpath.storage.chain_index import (
     Pins,
     Tables,
     above_watermark,
+    earlier_weights,
     pinned_ends,
     victims,
 )
@@ -37,7 +38,7 @@ from dualpath.storage.journal import (
     decode_segment,
     segments,
 )
-from dualpath.storage.objects import ObjectInfo, ObjectTree
+from dualpath.storage.objects import ObjectInfo, ObjectTree, namespace_of
 from dualpath.storage.posix import (
     TEMPORARY_FOLDER,
     is_folder_name,
@@ -636,6 +637,7 @@ class _JanitorTerm:
         self._removal = Removal(tree, self.index, f"{lease.holder}-{lease.term}")
         self._plan: deque[int] = deque()
         self._planned: set[int] = set()
+        self._namespaces: dict[str, StoreNamespace | None] = {}
         self._plan_again_s = self._check_ttl_s = 0.0
         self._cleaned_s = float("-inf")
         self._saves = 0
@@ -715,16 +717,24 @@ class _JanitorTerm:
         if not (full or (whole and (late or above_watermark(self.index, self._limits)))):
             return
         self._check_ttl_s = now_s + max(self._limits.ttl_s / _TTL_CHECKS, 1.0)
-        pins = read_pins(self._tree)
+        pins, namespaces = read_pins(self._tree), self._described()
         # Measure only the planning itself: with the time to read pins included, a slow storage
         # would stay above its quota for many times that long.
         begun_s = self._steady_s()
         self.index.limit_times(self._now_s())
-        rows = victims(self.index, self._limits, pins, self._now_s()).tolist()
+        earlier = earlier_weights(self.index, namespaces)
+        rows = victims(self.index, self._limits, pins, self._now_s(), earlier).tolist()
         self._plan, self._planned = deque(rows), set(rows)
         if not rows:
             ended_s = self._steady_s()
             self._plan_again_s = ended_s + _REPLAN_FACTOR * (ended_s - begun_s)
+
+    def _described(self) -> dict[str, StoreNamespace]:
+        """Return the namespaces of the index that are described in the storage, by name."""
+        for name in self.index.namespaces:
+            if name not in self._namespaces:
+                self._namespaces[name] = namespace_of(self._tree, name)
+        return {name: found for name, found in self._namespaces.items() if found is not None}
 
     def _remove_batch(self) -> None:
         rows = [self._plan.popleft() for _ in range(min(BATCH, len(self._plan)))]

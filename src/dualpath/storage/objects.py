@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from dualpath.core.blocks import StoreNamespace
 from dualpath.core.errors import StorageError
 from dualpath.core.names import in_one_line
 from dualpath.node.system_calls import (
@@ -23,7 +24,13 @@ from dualpath.node.system_calls import (
     foreign_link,
     read_content,
 )
-from dualpath.storage.posix import NO_LINKS, TEMPORARY_FOLDER, is_folder_name, is_object_name
+from dualpath.storage.posix import (
+    NAME_FILE,
+    NO_LINKS,
+    TEMPORARY_FOLDER,
+    is_folder_name,
+    is_object_name,
+)
 
 
 class ObjectInfo(msgspec.Struct, frozen=True):
@@ -71,6 +78,15 @@ class ObjectTree(Protocol):
         Objects created or removed during the iteration may or may not be included.
         """
         ...
+
+
+def namespace_of(tree: ObjectTree, name: str) -> StoreNamespace | None:
+    """Return the namespace of a storage's folder; None if it has none that can be read."""
+    try:
+        content = tree.get(f"{name}/{NAME_FILE}") or b""
+        return msgspec.json.decode(content, type=StoreNamespace)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
 
 
 def checked_name(name: str) -> str:

@@ -68,7 +68,7 @@ _TRIED_AGAIN = 8
 #: The folder of a namespace's half-written files.
 TEMPORARY_FOLDER = "tmp"
 #: The description of a namespace, as JSON.
-_NAME_FILE = "namespace.json"
+NAME_FILE = "namespace.json"
 #: Suffix of block files.
 BLOCK_SUFFIX = ".kv"
 #: A folder's or file's name in a storage; "." and ".." are none.
@@ -122,7 +122,7 @@ def namespaces_in(root: Path) -> Iterator[tuple[Path, StoreNamespace]]:
 
     Raises ``ConfigError`` for a namespace file that cannot be read.
     """
-    for path in sorted(root.glob(f"*/{_NAME_FILE}")):
+    for path in sorted(root.glob(f"*/{NAME_FILE}")):
         try:
             yield path.parent, msgspec.json.decode(path.read_bytes(), type=StoreNamespace)
         except (OSError, msgspec.DecodeError) as error:
@@ -177,7 +177,7 @@ class NamespaceDirectory:
     @property
     def name_file(self) -> Path:
         """The file that describes the namespace."""
-        return self.path / _NAME_FILE
+        return self.path / NAME_FILE
 
     def block_path(self, key: BlockKey) -> str:
         """Return the final path of a block (str: this is on the look-up path)."""

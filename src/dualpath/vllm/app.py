@@ -18,6 +18,7 @@ import asyncio
 import socket
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 
 import msgspec
@@ -50,9 +51,9 @@ from dualpath.router.requests.limits import RequestLimits, connection_limits
 from dualpath.router.requests.session_calls import HintedService, session_call
 from dualpath.router.scheduler.pauses import PAUSE_PATH, no_such_engine
 from dualpath.router.scheduler.role_calls import ROLES_PATH, roles_call
-from dualpath.router.scheduler.roles import Roles
 from dualpath.router.scheduler.scheduler import DRAIN_PATH, Scheduler
 from dualpath.router.scheduler.session_orders import SESSION_PATH
+from dualpath.router.scheduler.weights import WEIGHTS_PATH, weights_call
 from dualpath.router.token_api.statuses import NOT_FOUND, api_error, status_of
 from dualpath.router.token_api.wire import ApiError
 from dualpath.vllm.drain_on_sigterm import drain_on_sigterm
@@ -196,7 +197,8 @@ async def make_app(llm: DualPathLLM, service: ClientFrontEnd, args: argparse.Nam
 
 def add_pointers(app: FastAPI) -> None:
     """Answer calls of the cluster with their place; ``add_cluster_routes`` takes precedence."""
-    for path in ("/dashboard", "/dualpath/v1/dashboard", ROLES_PATH, PAUSE_PATH, DRAIN_PATH):
+    pages = ("/dashboard", "/dualpath/v1/dashboard")
+    for path in (*pages, ROLES_PATH, PAUSE_PATH, DRAIN_PATH, WEIGHTS_PATH):
         methods = ["GET", "POST", "DELETE"]
         app.router.routes.append(APIRoute(path, _at_the_scheduler, methods=methods))
 
@@ -210,11 +212,12 @@ async def _at_the_scheduler(request: Request) -> Response:
 
 
 def add_cluster_routes(app: FastAPI, scheduler: Scheduler) -> None:
-    """Add what only the scheduler's own process answers: the live page, pauses, drains, roles."""
+    """Add what only the scheduler's process answers: live page, pauses, drains, roles, weights."""
     add_dashboard(app, scheduler.dashboard)
     add_pauses(app, scheduler)
     add_drain(app, scheduler)
-    add_roles(app, scheduler.roles)
+    add_calls(app, ROLES_PATH, partial(roles_call, scheduler.roles))
+    add_calls(app, WEIGHTS_PATH, partial(weights_call, scheduler.weights))
 
 
 def middleware_names() -> list[str]:
@@ -271,15 +274,14 @@ def add_drain(app: FastAPI, scheduler: Scheduler) -> None:
     app.router.routes.insert(0, APIRoute(DRAIN_PATH, drain, methods=["POST", "DELETE"]))
 
 
-def add_roles(app: FastAPI, of: Roles) -> None:
-    """Add the calls by which engines change their role."""
+def add_calls(app: FastAPI, path: str, call: Callable[[bytes | None], tuple[int, object]]) -> None:
+    """Add calls that show a state (GET) and begin something (POST)."""
 
-    async def roles(request: Request) -> Response:
-        body = await request.body() if request.method == "POST" else None
-        status, answer = roles_call(of, body)
+    async def called(request: Request) -> Response:
+        status, answer = call(await request.body() if request.method == "POST" else None)
         return _json(answer, status)
 
-    app.router.routes.insert(0, APIRoute(ROLES_PATH, roles, methods=["GET", "POST"]))
+    app.router.routes.insert(0, APIRoute(path, called, methods=["GET", "POST"]))
 
 
 def add_sessions(app: FastAPI, service: HintedService) -> None:

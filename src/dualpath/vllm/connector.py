@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -55,6 +56,7 @@ from dualpath.vllm.model_identity import adapter_problems
 from dualpath.vllm.parallel_ranks import engine_id_of_rank, group_problems, place_of, slices_of
 from dualpath.vllm.pass_costs import PassCosts
 from dualpath.vllm.scheduler_side import SchedulerSide
+from dualpath.vllm.weight_updates import watch_trainers
 from dualpath.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -103,6 +105,8 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
             )
             most = max_drafted_prompt_tokens(vllm_config)
             self._scheduler = SchedulerSide(self.settings, geometry, groups, most)
+            if self.settings.rollouts:
+                watch_trainers(self)
             parallel = vllm_config.parallel_config
             if parallel.world_size * parallel.data_parallel_size > 1:
                 forward_drain_signal()  # Workers are separate processes.
@@ -135,43 +139,43 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         """See ``SchedulerSide.bind_block_pool``."""
-        self._scheduling.bind_block_pool(gpu_block_pool)
+        self.scheduler_side.bind_block_pool(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See ``SchedulerSide.matched_tokens``."""
-        return self._scheduling.matched_tokens(request, num_computed_tokens)
+        return self.scheduler_side.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """See ``SchedulerSide.blocks_allocated``."""
-        self._scheduling.blocks_allocated(request, blocks, num_external_tokens)
+        self.scheduler_side.blocks_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """See ``SchedulerSide.build``."""
-        return self._scheduling.build(scheduler_output)
+        return self.scheduler_side.build(scheduler_output)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let vLLM free the blocks at once; ``HeldBlocks`` holds blocks that may be written."""
-        self._scheduling.finished(request)
+        self.scheduler_side.finished(request)
         return False, None
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See ``request_finished``."""
-        self._scheduling.finished(request)
+        self.scheduler_side.finished(request)
         return False, None
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """See ``SchedulerSide.update_held_blocks``."""
         changes = connector_output.kv_connector_worker_meta
         if isinstance(changes, HeldBlocksMetadata):
-            self._scheduling.update_held_blocks(changes)
+            self.scheduler_side.update_held_blocks(changes)
         if connector_output.kv_cache_events is not None:
             self._kv_events += connector_output.kv_cache_events.get_all_events()
 
@@ -182,7 +186,7 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """See ``SchedulerSide.needs_step``; called when vLLM has no request to schedule."""
-        return self._scheduling.needs_step
+        return self.scheduler_side.needs_step
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -190,7 +194,7 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         """Receive the block geometry and pass costs from this engine's worker."""
         for facts in metadata.values():
             if isinstance(facts, WorkerFacts):
-                self._scheduling.set_geometry(facts.geometry)
+                self.scheduler_side.set_geometry(facts.geometry)
                 self.costs = self.costs or facts.costs
 
     # ------------------------------------------------------------------ worker side
@@ -253,7 +257,8 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
     @property
-    def _scheduling(self) -> SchedulerSide:
+    def scheduler_side(self) -> SchedulerSide:
+        """The scheduler's half of the connector; the worker's connector has none."""
         assert self._scheduler is not None, "called on the worker's connector"
         return self._scheduler
 
@@ -279,6 +284,7 @@ def check_engine_config(
     """Raise ``ConfigError`` for vLLM settings under which KV could be wrong."""
     problems = cache_problems(settings.role, config, cache)
     problems += _model_problems(config)
+    problems += _rollout_problems(config, settings)
     problems += adapter_problems(config, settings)
     problems += _parallel_problems(config.parallel_config)
     if settings.two_leg_scheduler and config.parallel_config.data_parallel_size > 1:
@@ -317,10 +323,29 @@ def _model_problems(config: "VllmConfig") -> list[str]:
         "an encoder-decoder model: its KV depends on the encoder's input": (
             model.is_encoder_decoder
         ),
-        "weight_transfer_config is set: weights would change while KV computed with the former "
-        "weights is stored; leave it out": (config.weight_transfer_config is not None),
     }
     return [problem for problem, there in found.items() if there]
+
+
+def _rollout_problems(config: "VllmConfig", settings: EngineSettings) -> list[str]:
+    """Describe settings by which weights change unnoticed, or in a group that cannot follow."""
+    if not settings.rollouts:
+        transfers = config.weight_transfer_config is not None
+        return [
+            "weight_transfer_config is set: weights would change while KV computed with the former "
+            "weights is stored; set rollouts, or leave it out"
+        ] * transfers
+    if config.parallel_config.data_parallel_size > 1:
+        return [
+            "rollouts is set in a data-parallel group, whose ranks would have to leave and join "
+            "together; leave it out"
+        ]
+    if not envs.VLLM_SERVER_DEV_MODE:
+        return [
+            "rollouts is set, but vLLM serves its routes for trainers only with "
+            "VLLM_SERVER_DEV_MODE=1 in the environment; set it"
+        ]
+    return []
 
 
 def _parallel_problems(parallel: "ParallelConfig") -> list[str]:

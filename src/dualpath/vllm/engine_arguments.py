@@ -98,6 +98,9 @@ SHUTDOWN_TIMEOUT_S = 5
 #: Overrides ``--kv-cache-memory-bytes`` in vLLM's CPU build.
 KV_SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
+#: Set to 1, it opens vLLM's development routes, those for trainers among them.
+TRAINER_ROUTES_VARIABLE = "VLLM_SERVER_DEV_MODE"
+
 #: Modes in which a PE holds the KV of all layers.
 _WHOLE_LAYER_MODES = frozenset(mode.value for mode in Mode if not mode.layerwise)
 
@@ -248,6 +251,9 @@ def complete(args: Namespace) -> list[str]:
     for argument in engine_arguments(settings):
         if argument.add_to(args):
             added.append(argument.typed)
+    if settings.rollouts and TRAINER_ROUTES_VARIABLE not in os.environ:
+        os.environ[TRAINER_ROUTES_VARIABLE] = "1"
+        added.append(f"{TRAINER_ROUTES_VARIABLE}=1")
     if added:
         join_vllm_logging()
         log.info("engine %s of a DualPath cluster: added %s", settings.engine_id, " ".join(added))

@@ -10,8 +10,8 @@ An engine is a complete vLLM server, but by default it serves only the router:
   KV out in time, the answer would be garbage with status 200.  So requests for computation are
   refused, except calls of the router's token API with a prefill transfer.
 - Connections and heads are bounded as at a router, since vLLM's server keeps each one for ever.
-- Routes that change weights or move KV memory are refused: the namespace of stored KV is derived
-  from the weights at start (``model_identity``), and peers write to the registered memory.
+- Routes that change weights or move KV memory are refused unless the setting ``rollouts`` is set:
+  then the engine leaves the cluster for as long as a trainer uses them (``weight_updates``).
 
 A decode engine has separate regions for all layers.  If a client sends it a request directly, it
 computes the prompt itself, stores nothing, and its answer is correct.
@@ -30,8 +30,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.errors import IncompatibleError
+from dualpath.core.errors import BadRequestError, IncompatibleError
 from dualpath.core.transfers import PrefillTransfer, from_transfer_params
+from dualpath.core.weights import checked_version
 from dualpath.engine.settings import EngineSettings
 from dualpath.router.api_keys import ApiKeys, engine_keys, server_hosts
 from dualpath.router.asgi import App, Message, Receive, Send, json_answer, own_path, send_all
@@ -49,6 +50,7 @@ from dualpath.vllm.drain_on_sigterm import drain_engine_core, drain_on_sigterm
 from dualpath.vllm.engine_arguments import CONNECTOR, engine_settings, engine_values
 from dualpath.vllm.two_leg_server import LEG_PATHS, MISDIRECTED, TwoLegServer
 
+BAD_REQUEST = 400
 UNAUTHORIZED = 401
 FORBIDDEN = 403
 
@@ -65,23 +67,41 @@ _WITHOUT_KV = frozenset(
         "/stop_profile",
     }
 )
-#: vLLM's routes that change weights or unmap KV memory of a running engine.
-_CHANGES_ENGINE = frozenset(
+#: vLLM's routes for trainers that change weights or unmap KV memory of a running engine.
+_TRAINS = frozenset(
     {
         "/collective_rpc",
         "/finish_weight_update",
         "/init_weight_transfer_engine",
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
         "/release_kv_cache_memory",
-        "/scale_elastic_ep",
+        "/shutdown_weight_transfer_engine",
         "/sleep",
         "/start_draft_weight_update",
         "/start_weight_update",
+        "/update_weight_version",
         "/update_weights",
         "/wake_up",
+        "/weight_checker",
     }
 )
+#: Further routes for trainers; they compute nothing.
+_PAUSES = frozenset(
+    {
+        "/abort_requests",
+        "/pause",
+        "/reset_encoder_cache",
+        "/reset_mm_cache",
+        "/reset_prefix_cache",
+        "/resume",
+    }
+)
+#: vLLM's other routes that change weights or memory of a running engine.
+_CHANGES_ENGINE = frozenset(
+    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/scale_elastic_ep"}
+)
+
+#: Calls that name the weights of an engine.
+_NAMES_WEIGHTS = frozenset({"/finish_weight_update", "/update_weight_version"})
 
 _ASK_ROUTER = "its layers share memory and it serves only the router: send requests to the router"
 
@@ -90,6 +110,13 @@ class _TransferField(msgspec.Struct):
     """The only field of a request that is decoded; all others, tokens included, are skipped."""
 
     kv_transfer_params: dict[str, Any] | None = None
+
+
+class _NamedWeights(msgspec.Struct):
+    """The field of vLLM's calls that name weights; all others are skipped."""
+
+    weight_version: str | None = None
+    new_version: str | None = None
 
 
 class EngineGuard:
@@ -118,7 +145,8 @@ class EngineGuard:
             refused = keys.foreign_call(scope)
         may_compute = method not in _READING
         if refused is None and may_compute:
-            refused = _refused_path(role, path, takes_legs=self._legs is not None)
+            trains = role is not None and _trains(scope["app"].state.args)
+            refused = _refused_path(role, path, takes_legs=self._legs is not None, trains=trains)
         if refused is not None:
             await _refuse(scope, send, *refused)
         elif path == OPEN_CALLS_PATH and role is not None:
@@ -128,6 +156,8 @@ class EngineGuard:
                 await self._legs.serve(scope, body, receive, send)
         elif may_compute and path == GENERATE_PATH:
             await self._listed(role, scope, receive, send)
+        elif may_compute and role is not None and path in _NAMES_WEIGHTS:
+            await self._names_weights(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -189,12 +219,46 @@ class EngineGuard:
         if (reason := _without_transfer(body)) is not None:
             await _refuse(scope, send, MISDIRECTED, reason)
             return
-        arrived = [{"type": "http.request", "body": body, "more_body": False}]
+        await self._app(scope, _receive_again(body, receive), send)
 
-        async def receive_again() -> Message:
-            return arrived.pop() if arrived else await receive()
+    async def _names_weights(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Forward a call that names weights, unless its name may be that of other weights."""
+        body = await _body(receive)
+        if body is None:
+            return  # The client has disconnected.
+        if (reason := _bad_version(body)) is not None:
+            await _refuse(scope, send, BAD_REQUEST, reason)
+            return
+        await self._app(scope, _receive_again(body, receive), send)
 
-        await self._app(scope, receive_again, send)
+
+def _receive_again(body: bytes, receive: Receive) -> Receive:
+    """Return a function that returns a body that was read, then what arrives after it."""
+    arrived = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Message:
+        return arrived.pop() if arrived else await receive()
+
+    return receive_again
+
+
+def _bad_version(body: bytes) -> str | None:
+    """Return what is wrong with the version that a call gives weights, None if nothing is.
+
+    Bodies of another form are left for vLLM to refuse.
+    """
+    try:
+        given = msgspec.json.decode(body, type=_NamedWeights)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    version = given.new_version if given.weight_version is None else given.weight_version
+    if version is None:
+        return None
+    try:
+        checked_version(version)
+    except BadRequestError as error:
+        return str(error)
+    return None
 
 
 def _bound_connections(state: Any) -> None:  # noqa: ANN401 - Starlette's
@@ -215,7 +279,16 @@ def _no_key(path: str) -> tuple[int, str]:
     return UNAUTHORIZED, f"{path} requires the engines' API key; send Authorization: Bearer KEY"
 
 
-def _refused_path(role: Role | None, path: str, *, takes_legs: bool) -> tuple[int, str] | None:
+def _refused_path(
+    role: Role | None, path: str, *, takes_legs: bool, trains: bool
+) -> tuple[int, str] | None:
+    if trains and path in _TRAINS | _PAUSES:
+        return None
+    if role is not None and path in _TRAINS:
+        return FORBIDDEN, (
+            f"{path} changes weights or memory of an engine that stores and shares its KV; start "
+            "the engine with rollouts in kv_connector_extra_config, or restart it instead"
+        )
     if role is not None and path in _CHANGES_ENGINE:
         return FORBIDDEN, (
             f"{path} changes weights or memory of an engine that stores and shares its KV; "
@@ -255,6 +328,11 @@ def _role(args: Any) -> Role | None:  # noqa: ANN401 - vLLM's parsed command lin
         return None
     extra = transfer.kv_connector_extra_config  # type: ignore[union-attr]
     return Role(engine_values(extra, os.environ)["role"])
+
+
+def _trains(args: Any) -> bool:  # noqa: ANN401 - vLLM's parsed command line
+    extra = args.kv_transfer_config.kv_connector_extra_config
+    return bool(engine_values(extra, os.environ).get("rollouts", False))
 
 
 def _hosts(args: Any) -> AllowedHosts:  # noqa: ANN401 - vLLM's parsed command line

@@ -190,6 +190,26 @@ def _kinds_of_caches() -> bool:
     )
 
 
+def _trainers_calls() -> bool:
+    """Whether all that a trainer calls passes functions that ``weight_updates`` wraps."""
+    core = _of("vllm.v1.engine.core", "EngineCore")
+    pool = _of(f"{_CORE}.block_pool", "BlockPool")
+    client = inspect.getsource(_of("vllm.v1.engine.async_llm", "AsyncLLM"))
+    return (
+        _parameters(core.collective_rpc) == ["self", "method", "timeout", "args", "kwargs"]
+        and _parameters(core.set_weight_version) == ["self", "weight_version"]
+        and _parameters(core.pause_scheduler) == ["self", "mode", "clear_cache"]
+        and "self.resume_scheduler()" in inspect.getsource(core.wake_up)
+        and "self.pause_scheduler(" in inspect.getsource(core.sleep)
+        and callable(core.resume_scheduler)
+        and callable(pool.evict_blocks)
+        and all(
+            f'self.collective_rpc("{call}")' in client
+            for call in ("start_weight_update", "finish_weight_update")
+        )
+    )
+
+
 def _command_line() -> bool:
     convert = _of("vllm.engine.arg_utils", "EngineArgs", "from_cli_args")
     return _parameters(convert) == ["args"] and callable(
@@ -215,6 +235,7 @@ HOOKS: tuple[tuple[str, Callable[[], bool]], ...] = (
     ("sparse attention reads all KV of a layer in one function", _sparse_attention),
     ("both model runners begin and end a step at the connector", _steps_of_both_runners),
     ("a KV cache exposes its kind and its layout", _kinds_of_caches),
+    ("EngineCore: functions that serve trainers", _trainers_calls),
     ("EngineArgs.from_cli_args and KVConnectorFactory.register_connector", _command_line),
 )
 

@@ -98,6 +98,7 @@ class SchedulerSide:
         self._reported_free_blocks = 0
         #: References held on blocks that a transfer may still write.
         self._held_blocks = 0
+        self._is_member = True
 
     def set_geometry(self, geometry: BlockGeometry) -> None:
         """Set the block geometry that the worker reported; called before the first request."""
@@ -113,6 +114,27 @@ class SchedulerSide:
         assert self._pool is not None, "vLLM binds its block pool at start"
         apply(changes, self._pool)
         self._held_blocks += len(changes.held) - len(changes.released)
+
+    def left(self) -> None:
+        """The engine has left the cluster: from now on no transfer is valid."""
+        self._is_member = False
+
+    def joined(self) -> None:
+        """The engine joins the cluster again; its worker assumes that all blocks are free."""
+        self._is_member = True
+        if self._pool is not None:
+            self._reported_free_blocks = self._pool.num_gpu_blocks
+
+    def forget_hbm_blocks(self) -> None:
+        """Remove all blocks from vLLM's prefix cache, those in use as well.
+
+        vLLM's own reset refuses while any block is in use, such as one that a transfer of an ended
+        request still writes.
+        """
+        pool = self._pool
+        if pool is None or pool.reset_prefix_cache():
+            return
+        pool.evict_blocks({block.block_id for block in pool.blocks})
 
     @property
     def needs_step(self) -> bool:
@@ -216,6 +238,11 @@ class SchedulerSide:
             transfer = self._checks.carried(request.kv_transfer_params)
             if transfer is None:
                 return None
+            if not self._is_member:
+                raise BadRequestError(
+                    f"request {transfer.request_id}: the engine has left the cluster, because a "
+                    "trainer has paused it or changes its weights; send it to another engine"
+                )
             tenant = transfer.tenant if isinstance(transfer, DecodeTransfer) else ""
             self._checks.check(transfer, request.num_tokens)
             self._check_leg(request, transfer)

@@ -5,10 +5,12 @@ host a ``Follower``.
 """
 
 import functools
+import gc
 import logging
 import os
 import queue
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -19,6 +21,8 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from dualpath.core.blocks import BlockGeometry, PartSlice, StoreNamespace
 from dualpath.core.cluster import Role
+from dualpath.core.rates import Rates
+from dualpath.core.weights import WeightsVersion
 from dualpath.engine.control.membership import Membership, ServedModel
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.passes.forward_pass import ForwardPass
@@ -59,6 +63,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: How often an engine outside the cluster looks whether its server lives.
+_WATCH_S = 0.5
 #: Reason why a PE refuses a request.
 NO_TRANSFER = "it has no valid transfer; send it through the router"
 
@@ -91,7 +97,14 @@ class WorkerSide:
         self._server = ApiServer()
         self._drain_requested = False
         self._membership: Membership | None = None
+        self._kv_caches: Mapping[str, torch.Tensor] = {}
+        #: The version of the weights, unset for those that vLLM has loaded.
+        self._weights: WeightsVersion | msgspec.UnsetType = msgspec.UNSET
+        #: Epoch and rates of the membership before, None for the first one.
+        self._former: tuple[str, Rates] | None = None
         self._follower: Follower | None = None
+        #: Set while the engine is in the cluster.
+        self._back = threading.Event()
         #: Costs of forward passes, None until they are measured.
         self.costs: PassCosts | None = None
         self._stopwatch: AttentionStopwatch | None = None
@@ -103,10 +116,49 @@ class WorkerSide:
     # ------------------------------------------------------------------ start and stop
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Register HBM and buffer once, open storage, join the cluster."""
-        layers = [[kv_caches[name] for name in layer.names] for layer in self._cache_layers]
+        """Register HBM and buffer, open storage, join the cluster."""
+        self._kv_caches = kv_caches
         if self._config.lora_config is not None:
             patch_cpu_lora_kernels()
+        self._join()
+
+    def join(self, weights: WeightsVersion | msgspec.UnsetType) -> None:
+        """Join the cluster again with these weights; all that was registered is registered anew."""
+        self._weights = weights
+        self._join()
+
+    def leave(self, reason: str) -> bool:
+        """Leave the cluster and free everything but HBM; return whether all transfers are over.
+
+        The engine may compute meanwhile, without KV of the cluster.
+        """
+        membership, self._membership = self._membership, None
+        follower, self._follower = self._follower, None
+        settled = True
+        if membership is not None:
+            self._former = membership.epoch, membership.rates
+            settled = membership.leave(reason)
+        if follower is not None:
+            settled = follower.close()
+        del membership, follower
+        gc.collect()  # What leads to the buffer refers to itself.
+        if self._place.group.rank == 0:
+            self._back.clear()
+            threading.Thread(target=self._watch_outside, name="outside-watch", daemon=True).start()
+        return settled
+
+    def _watch_outside(self) -> None:
+        """Watch the server, as the control link does in the cluster, until the engine joins."""
+        while not self._back.wait(_WATCH_S):
+            if self._drain_requested:
+                self._drained()
+                return
+            self._watch_server()
+
+    def _join(self) -> None:
+        self._back.set()
+        kv_caches = self._kv_caches
+        layers = [[kv_caches[name] for name in layer.names] for layer in self._cache_layers]
         hbm = self._in_groups(hbm_layout(layers, self._num_blocks, self.geometry, self._slice))
         hbm = msgspec.structs.replace(hbm, layer_names=tuple(self._layers))
         here = layers[0][0].device
@@ -136,12 +188,15 @@ class WorkerSide:
             *(self._settings, self._namespace(), served, hbm, device),
             holder=self._held,
             place=self._place,
+            former_epoch=None if self._former is None else self._former[0],
         )
         events = self._config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
             self._membership.manager.block_events.enabled = True
         on_drain_signal(self._request_drain)
-        if needs_costs(self._settings):
+        if self._former is not None:
+            self._membership.rates = self._former[1]
+        elif needs_costs(self._settings):
             self._membership.measure_reading()
         dp = agree_on_group(self._settings.engine_id, self._config.parallel_config)
         self._membership.join(self._settings.api_url, self._watch_parent, dp)
@@ -198,6 +253,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Leave the cluster and release all resources; idempotent."""
+        self._back.set()
         membership, self._membership = self._membership, None
         if membership is not None:
             membership.leave()
@@ -212,6 +268,7 @@ class WorkerSide:
             geometry=self.geometry,
             mode="kv" if self._settings.mode.moves_bytes else "oracle",
             protection=self._settings.protection,
+            weights=self._weights,
         )
 
     def _request_drain(self) -> None:
@@ -223,6 +280,9 @@ class WorkerSide:
     def _watch_parent(self) -> None:
         if self._drain_requested and self._membership is not None:
             self._membership.drain("its server got SIGTERM", self._drained)
+        self._watch_server()
+
+    def _watch_server(self) -> None:
         if self._server.has_exited:
             # The API server died without ending its engine: requests cannot reach the engine any
             # more, but while it reports to the router it would still be assigned requests.
@@ -242,16 +302,25 @@ class WorkerSide:
             self._membership.manager.made_step()
         for vllm_request_id in step.refused:
             self._copied.put((vllm_request_id, NO_TRANSFER))
-        if self._follower is None:
-            self._tell_router(step)
+        if self._membership is None and self._follower is None:
+            self._begin_outside(step)
+            return
+        if self._membership is not None:
+            self._tell_router(self._membership, step)
         if step.prefills:
             self._pass = self._begin_pass(step.prefills)
             self._wait_for_early_read(0)
         for work in step.decodes:
             self._begin_decode(work)
 
-    def _tell_router(self, step: StepMetadata) -> None:
-        membership = self._joined()
+    def _begin_outside(self, step: StepMetadata) -> None:
+        """Begin a step of an engine that has left; its scheduler accepts no transfers."""
+        assert not step.prefills, "a prefill engine that has left computes nothing"
+        for work in step.decodes:
+            if work.waits:
+                self._copied.put((work.vllm_request_id, "the engine has left the cluster"))
+
+    def _tell_router(self, membership: Membership, step: StepMetadata) -> None:
         if step.free_hbm_tokens is not None:
             membership.manager.free_hbm_tokens = step.free_hbm_tokens
         for request_id in step.ended:
@@ -304,9 +373,9 @@ class WorkerSide:
         if self._pass is not None:
             self._pass.finish({})
             self._pass = None
-        if self._generated:
+        if self._generated and (self._membership is not None or self._follower is not None):
             self._mover.persist_generated(self._generated)
-            self._generated = []
+        self._generated = []
         if self._membership is not None:
             self._membership.manager.made_step()
             self._membership.changed()

@@ -39,6 +39,7 @@ class SimRequest:
         self.prompt = prompt
         self.salt = salt
         self._prefix = _prefix(prompt, count, salt)
+        self._count = count
         self.expected = []
         for _ in range(count):
             self.expected.append(self._prefix.next_token)
@@ -65,22 +66,25 @@ class SimRequest:
         """The keys of all full blocks of the prompt and its answer."""
         return self._prefix.keys
 
-    def blocks(self, kv: KvFunction) -> dict[BlockKey, bytes]:
+    def blocks(self, kv: KvFunction, weights: str) -> dict[BlockKey, bytes]:
         """Return the right content of all blocks of the prompt and its answer."""
-        prefix = self._prefix
+        prefix = _prefix(self.prompt, self._count, self.salt, weights)
+        for token in self.expected:
+            prefix.append(token)
         return {
             key: kv.full_block(prefix.seeds[block]).tobytes()
             for block, key in enumerate(prefix.keys)
         }
 
 
-def _prefix(prompt: Sequence[int], count: int, salt: str | None) -> TokenPrefix:
+def _prefix(prompt: Sequence[int], count: int, salt: str | None, weights: str = "") -> TokenPrefix:
     return TokenPrefix(
         prompt,
         BLOCK_TOKENS,
         cache_salt=salt,
         vocab_size=VOCABULARY,
         capacity_tokens=len(prompt) + count,
+        weights=weights,
     )
 
 

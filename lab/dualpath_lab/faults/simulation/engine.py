@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+import msgspec
+
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.control import decode_engine_message, decode_router_message
@@ -326,6 +328,8 @@ class SimEngine:
         self._admission: Admission | None = None
         self._ending = False
         self._leaving = False
+        #: Data planes of this process so far, each with other weights.
+        self._planes = 1
         #: The calls that its HTTP server has, and when it has last sent anything of each.
         self._calls: dict[str, float | None] = {}
         self._hbm_owners: dict[int, str] = {}
@@ -340,6 +344,10 @@ class SimEngine:
     # ------------------------------------------------------------------ start and end
 
     def _main(self) -> None:
+        self._serve_weights(None)
+
+    def _serve_weights(self, former_epoch: str | None) -> None:
+        """Open a data plane with the present weights, and join."""
         surroundings = Surroundings(
             threads=self.threads,
             open_storage=self._files.open_storage,
@@ -349,13 +357,13 @@ class SimEngine:
             open_transport=self._open_transport,
             connect=self._connect,
             listens=lambda url: self.serves,
-            new_epoch=lambda: self.name,
+            new_epoch=lambda: self.name if self._planes == 1 else f"{self.name}.{self._planes}",
             this_process=lambda: self.shared.identity(self.known),
             has_exited=functools.partial(self.shared.has_exited, self.host),
             end_process=self._exit,
         )
         try:
-            plane = DataPlane(self.settings, surroundings, self._lead())
+            plane = DataPlane(self.settings, surroundings, self._lead(), former_epoch)
         except EngineLostError as error:
             self.shared.world.note(self.name, f"ends: {error}")
             self.kill()
@@ -374,6 +382,30 @@ class SimEngine:
         self._admission = Admission(plane, self._engine)
         plane.membership.join(self.settings.engine.api_url, dp=self._dp)
 
+    def change_weights(self, weights: str) -> None:
+        """Take other weights, as a trainer asks: end all requests, leave, and join again."""
+        if self.serves and not self._ending:
+            self._leaving = True
+            self._on_thread("weights", lambda: self._change_weights(weights))
+
+    def _change_weights(self, weights: str) -> None:
+        assert self._engine is not None
+        assert self.plane is not None
+        self.shared.world.note(self.name, f"gets weights {weights}")
+        self.shared.http.server_died(self)
+        self._engine.close()
+        if not self.plane.close("its weights change"):
+            self.shared.world.note(self.name, "ends: transfers of its former weights are not over")
+            self.kill()
+            self._start_failed()
+            return
+        former_epoch = self.plane.membership.epoch
+        self._hbm_owners.clear()
+        self.settings = msgspec.structs.replace(self.settings, weights=weights)
+        self._planes += 1
+        self._serve_weights(former_epoch)
+        self._leaving = False
+
     def _lead(self) -> ConnectedLeader | None:
         """Return the connection to the other ranks; None if there are none."""
         if not self.followers:
@@ -387,7 +419,7 @@ class SimEngine:
         """
         if self._ending:
             return
-        if self._engine is None:
+        if self._engine is None or self._leaving:
             self.kill()
             return
         self._ending = True

@@ -6,16 +6,17 @@ Each disables one mechanism that protects KV from errors or the cluster from an 
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import msgspec
 
-from dualpath.core.blocks import BlockKey, BlockOrigin, KeyExtras, block_keys
+from dualpath.core.blocks import BlockKey, BlockOrigin, KeyExtras, StoreNamespace, block_keys
 from dualpath.core.cluster import HostProcess, Role
-from dualpath.core.control import Envelope, Release
+from dualpath.core.control import Envelope, Register, Release
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.sessions import Channel
 from dualpath.engine.buffer.block_buffer import NO_REQUEST, BlockBuffer, CachedBlocks, SlotPool
@@ -23,6 +24,7 @@ from dualpath.engine.buffer.dram_tier import Retention
 from dualpath.engine.control.assigned_requests import ActiveRequests
 from dualpath.engine.control.membership import Membership
 from dualpath.engine.control.peers import Peers
+from dualpath.engine.control.surroundings import Surroundings
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.io.read_queue import ReadQueue, ReadTask
 from dualpath.engine.passes.layer_stream import LayerStream, RegionHandover
@@ -30,6 +32,7 @@ from dualpath.engine.passes.pass_transfers import BlockHolder, ChunkTransfers
 from dualpath.engine.passes.prefill_passes import PassOutcome
 from dualpath.engine.ranks import follower
 from dualpath.engine.ranks.rank import Rank
+from dualpath.engine.settings import EngineSettings
 from dualpath.node import host_process
 from dualpath.node.host_process import ProcessTable, Sight
 from dualpath.node.system_calls import create_file
@@ -38,7 +41,7 @@ from dualpath.router.engine_calls import Job
 from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import Attempt, RequestLife
 from dualpath.router.scheduler import attempt as engine_attempt
-from dualpath.router.scheduler import leases, link_messages
+from dualpath.router.scheduler import leases, link_messages, registry
 from dualpath.router.scheduler.attempt import EngineAttempt
 from dualpath.router.scheduler.control_server import ControlServer, LivenessProbes, NamedPeers
 from dualpath.router.scheduler.exchange import Exchange
@@ -53,7 +56,7 @@ from dualpath.router.scheduler.units import UnitRequest
 from dualpath.storage import janitor, posix
 from dualpath.storage.block_file import PlainVerifier
 from dualpath.storage.chain_index import NO_PINS, ChainIndex, Pins, Rows, victims
-from dualpath.storage.contract import ReadOutcome
+from dualpath.storage.contract import BlockStorage, ReadOutcome
 from dualpath.storage.janitor import Lease, apply_events
 from dualpath.storage.journal import segments
 from dualpath.storage.node_dram import NodeDram, NodeDramStorage
@@ -115,6 +118,52 @@ def _sharing(is_shared: Callable[[ReadOutcome, bool], bool]) -> Callable[..., Re
 
 
 _read, _allocate_for = ReadQueue._read, SlotPool.allocate_for
+
+
+# --------------------------------------------------------------------------------- bugs of weights
+# Updates of the weights of running engines.
+
+
+def _open_of_first_weights(
+    surroundings: Surroundings,
+) -> Callable[[EngineSettings, StoreNamespace], BlockStorage]:
+    return lambda settings, namespace: surroundings.open_storage(settings, namespace.with_weights())
+
+
+def _member_of_first_storage(
+    self: Membership,
+    *arguments: Any,  # noqa: ANN401 - those of ``Membership``
+    **named: Any,  # noqa: ANN401 - those of ``Membership``
+) -> None:
+    own = named["surroundings"]
+    named["surroundings"] = replace(own, open_storage=_open_of_first_weights(own))
+    _member(self, *arguments, **named)
+
+
+def _any_weights(
+    hello: Register,
+    namespace: StoreNamespace | None,
+    *others: Any,  # noqa: ANN401 - those of ``check_registration``
+) -> None:
+    """``registry.check_registration`` that compares everything but the version of the weights."""
+    alike = None if namespace is None else namespace.with_weights(hello.namespace.weights)
+    _check_registration(hello, alike, *others)
+
+
+_check_registration = registry.check_registration
+_member = Membership.__init__
+
+#: By name, in the order of docs/reference/simulated-faults.md.
+WEIGHT_BUGS: dict[str, PlantedBug] = {
+    "weights-unnamed": PlantedBug(
+        "an engine uses the stored blocks of the weights that it was started with for ever",
+        replaced(Membership, "__init__", _member_of_first_storage),
+    ),
+    "weights-mixed": PlantedBug(
+        "an engine joins with other weights than the cluster's",
+        replaced(registry, "check_registration", _any_weights),
+    ),
+}
 
 #: By name, in the order of docs/reference/simulated-faults.md.
 DRAM_BUGS: dict[str, PlantedBug] = {
@@ -257,8 +306,10 @@ def _skipping_unread(
         raise
 
 
-def _unprotected(index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float) -> Rows:
-    return victims(index, msgspec.structs.replace(limits, protect_s=0.0), pins, now_s)
+def _unprotected(
+    index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float, earlier: Collection[str]
+) -> Rows:
+    return victims(index, msgspec.structs.replace(limits, protect_s=0.0), pins, now_s, earlier)
 
 
 #: By name, in the order of docs/reference/simulated-faults.md.
@@ -321,9 +372,10 @@ def _left_to_fullest(
 
 
 def _without_tenant_quota(
-    index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float
+    index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float, earlier: Collection[str]
 ) -> Rows:
-    return victims(index, msgspec.structs.replace(limits, tenant_quota_bytes=0), pins, now_s)
+    some = msgspec.structs.replace(limits, tenant_quota_bytes=0)
+    return victims(index, some, pins, now_s, earlier)
 
 
 def _first_tenant(self: ChainIndex, name: str) -> int:
@@ -665,6 +717,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
         replaced(engine_attempt, "to_read_whole", lambda hits, whole_from: ()),
     ),
     **DRAM_BUGS,
+    **WEIGHT_BUGS,
     **STORAGE_BUGS,
     **TENANT_BUGS,
     **FRONT_END_BUGS,

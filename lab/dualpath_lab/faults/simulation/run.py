@@ -44,7 +44,7 @@ from dualpath.storage.block_file import HEADER_BYTES, FileOrder, defect_of_file
 from dualpath.storage.janitor import LEASE_S, STALE_S, Janitor, pin_name, remove_stale_temporaries
 from dualpath.storage.maintenance import StorageMaintenance
 from dualpath.storage.objects import PosixObjects
-from dualpath.storage.posix import PosixStorage, key_of
+from dualpath.storage.posix import PosixStorage, key_of, namespace_name
 from dualpath.storage.quotas import Refusal, StorageLimits
 from dualpath.storage.sealed_blocks import block_codec
 from dualpath_lab.emulated.checkable_kv import KvFunction
@@ -58,6 +58,7 @@ from dualpath_lab.faults.simulation.adversary import (
 from dualpath_lab.faults.simulation.clients import Clients, SimRequest
 from dualpath_lab.faults.simulation.cluster import Cluster, RoleChanges
 from dualpath_lab.faults.simulation.disk import NODE_DRAM_ROOT, ROOT, Disk, DiskCalls
+from dualpath_lab.faults.simulation.engine import SimEngine
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.settings import ONE_RANK, SLOW_COSTS, drawn_settings
 from dualpath_lab.faults.simulation.tables import HISTORIES, QUARANTINES, naming
@@ -96,8 +97,12 @@ def pin_stored_block(cluster: Cluster) -> None:
 _ADDERS = 3
 
 
+#: The right content of blocks, by the version of the weights and by key.
+RightBlocks = Mapping[str, Mapping[BlockKey, bytes]]
+
+
 def storage_problems(
-    cluster: Cluster, right: dict[BlockKey, bytes], owners: Mapping[BlockKey, str]
+    cluster: Cluster, right: RightBlocks, owners: Mapping[BlockKey, str]
 ) -> Iterator[str]:
     """Yield problems of the storage of an idle cluster.
 
@@ -110,12 +115,15 @@ def storage_problems(
     yield from _a_day_later(cluster, owners)
 
 
-def _wrong_blocks(cluster: Cluster, disk: Disk, right: dict[BlockKey, bytes]) -> Iterator[str]:
+def _wrong_blocks(cluster: Cluster, disk: Disk, every: RightBlocks) -> Iterator[str]:
     """Every block is complete and right, unless a fault has corrupted it."""
     for namespace in cluster.shared.namespaces:
         form, order = block_codec(namespace), FileOrder(namespace.geometry)
+        right = every[namespace.weights or ""]
         for path, file in disk.blocks():
             key, content = key_of(path), bytes(file.content)
+            if f"/{namespace_name(namespace)}/" not in path:
+                continue
             assert key is not None
             if len(content) != HEADER_BYTES + namespace.geometry.full_block_bytes:
                 yield f"stored block {key.hex()[:8]} is half-written: {len(content)} bytes"
@@ -251,6 +259,67 @@ class Tenants:
         for key in self._cluster.shared.janitor_checker.evicted:
             if (tag := self.owners.get(key, "")) in modest:
                 yield f"tenant {tag} has {owned[tag]} of {quota} blocks, but loses {key.hex()[:8]}"
+
+
+# ----------------------------------------------------------------------------------------- trainer
+
+#: Range of the times at which the weights change.
+_UPDATED_S = (0.1, 3.0)
+#: How often the trainer looks for engines with earlier weights, and how long an engine may be later
+#: than the others.
+_TRAINER_S = 0.25
+_LATE_S = (0.0, 0.0, 0.05, 0.5)
+
+
+class Trainer:
+    """Changes the weights of all engines at each of ``updates`` times, and those of late ones.
+
+    An engine that was restarted has the weights of its model; it gets the latest ones as well.
+    """
+
+    def __init__(self, world: World, cluster: Cluster, updates: int) -> None:
+        self._world = world
+        self._cluster = cluster
+        self.versions = tuple(f"step-{number}-{number:016x}" for number in range(1, updates + 1))
+        self._latest = 0
+        for _ in self.versions:
+            world.after(world.chance.uniform(*_UPDATED_S), self._update)
+        if updates:
+            self._tick()
+
+    @property
+    def done(self) -> bool:
+        """Whether all engines have the last weights."""
+        return not self.versions or (
+            self._latest == len(self.versions)
+            and all(
+                engine.settings.weights == self.versions[-1] and engine.serves
+                for engine in self._cluster.engines.values()
+                if engine.process.alive
+            )
+        )
+
+    def _update(self) -> None:
+        self._latest += 1
+        self._world.note("trainer", f"updates the weights to {self.versions[self._latest - 1]}")
+        self._push()
+
+    def _tick(self) -> None:
+        if self._latest:
+            self._push()
+        self._world.after(_TRAINER_S, self._tick)
+
+    def _push(self) -> None:
+        version = self.versions[self._latest - 1]
+        for _, engine in sorted(self._cluster.engines.items()):
+            if engine.settings.weights != version:
+                change = functools.partial(self._change, engine, version)
+                self._world.after(self._world.chance.choice(_LATE_S), change)
+
+    def _change(self, engine: SimEngine, version: str) -> None:
+        latest = version == self.versions[self._latest - 1]
+        if latest and engine.settings.weights != version:
+            engine.change_weights(version)
 
 
 #: Poll interval of the pump.  A real pump polls a thousand times a second; here it is woken when a
@@ -394,6 +463,8 @@ class _Run:
             world.note("world", f"decode engines append up to {append_tokens} tokens")
         if settings.node_dram_blocks:
             world.note("world", f"{settings.node_dram_blocks} blocks of DRAM for each machine")
+        if settings.weight_updates:
+            world.note("world", f"a trainer changes the weights {settings.weight_updates} times")
         self.world = world
         self.cluster = Cluster(world, settings)
         self.tenants = Tenants(self.cluster)
@@ -402,6 +473,7 @@ class _Run:
                 chance.uniform(*_PINNED_S), functools.partial(pin_stored_block, self.cluster)
             )
         self.role_changes = RoleChanges(self.cluster, settings.role_switches)
+        self.trainer = Trainer(world, self.cluster, settings.weight_updates)
         self.clients = Clients(
             world, self.cluster, chance.choice(settings.agents), chance.choice(settings.turns)
         )
@@ -437,7 +509,8 @@ class _Run:
         )
 
     def _is_done(self) -> bool:
-        return self.clients.done and self.adversary.done and self.role_changes.done
+        ended = self.clients.done and self.adversary.done
+        return ended and self.role_changes.done and self.trainer.done
 
     def _wait_idle(self) -> None:
         """Wait until the cluster holds nothing."""
@@ -469,7 +542,12 @@ class _Run:
                 yield f"{process}: {what} after all requests have ended"
 
     def _check_nothing_failed(self) -> None:
-        """Without faults no attempt fails, and requested role changes complete."""
+        """Without faults no attempt fails, and requested role changes complete.
+
+        An update of the weights ends attempts.
+        """
+        if self.trainer.versions:
+            return
         for endpoint in self.cluster.endpoints:
             for record in endpoint.service.records:
                 for failure in record.failures:
@@ -479,18 +557,20 @@ class _Run:
 
     def _check_blocks(self) -> None:
         """Compare stored and cached blocks with the right ones; corrupted files may be bad."""
-        right: dict[BlockKey, bytes] = {}
+        right: dict[str, dict[BlockKey, bytes]] = {}
         settings = self.cluster.settings
         kv = KvFunction(settings.geometry, settings.tensor_parallel.kv_heads)
-        for request in self.clients.requests:
-            right.update(request.blocks(kv))
+        for weights in ("", *self.trainer.versions):
+            right[weights] = {}
+            for request in self.clients.requests:
+                right[weights].update(request.blocks(kv, weights))
         for what in self.tenants.problems(self.clients.requests):
             self.world.problem(what)
         for what in storage_problems(self.cluster, right, self.tenants.owners):
             self.world.problem(what)
         for engine in self.cluster.engines.values():
             for key, payload in engine.cached_blocks():
-                if right.get(key) != payload:
+                if right[engine.settings.weights].get(key) != payload:
                     self.world.problem(f"{engine.name} caches a wrong block {key.hex()[:8]}")
 
     def _check(self, request: SimRequest) -> None:

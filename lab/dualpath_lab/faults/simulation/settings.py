@@ -82,7 +82,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     the number of turns of each from ``turns`` and every pause between two turns from ``pauses_s``.
     ``salts`` are the agents' cache salts, in turn; with several of them every two agents send the
     same prompts.  ``tenant_quota_blocks`` above 0 limits the stored blocks of each salt.
-    ``proc`` is what ``/proc`` shows on the first machine, where the router is.
+    ``proc`` is what ``/proc`` shows on the first machine, where the router is.  A trainer changes
+    the weights of all engines ``weight_updates`` times.
     """
 
     mode: Mode
@@ -111,6 +112,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     pauses_s: tuple[float, ...] = (0.0, 0.0, 0.01, 0.3)
     salts: tuple[str | None, ...] = (None,)
     tenant_quota_blocks: int = 0
+    weight_updates: int = 0
 
     @property
     def has_quota(self) -> bool:
@@ -238,6 +240,8 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         settings = msgspec.structs.replace(settings, buffer_blocks=_LARGE_BUFFER_BLOCKS)
     if world.seed % 5 == 3:
         settings = _with_tenants(settings, world.seed)
+    if world.seed % 13 in _TRAINED and world.seed % 7 != 3:
+        return _with_trainer(settings, world.seed)
     return _with_roles_that_change(settings, world.seed) if world.seed % 7 == 3 else settings
 
 
@@ -313,6 +317,31 @@ def _with_tenants(settings: ClusterSettings, seed: int) -> ClusterSettings:
         tenant_quota_blocks=chance.choice((16, 24, 32)),
         turns=(3,),
         pauses_s=(0.0, 0.1, 0.5),
+    )
+
+
+#: Clusters with a trainer, by their seed modulo 13.
+_TRAINED = (6, 11)
+
+
+def _with_trainer(settings: ClusterSettings, seed: int) -> ClusterSettings:
+    """Let a trainer change weights, as in an eighth of clusters; engines have one rank there."""
+    updates = Random(f"trainer of {seed}").choice((1, 2, 3))
+    router = msgspec.structs.replace(
+        settings.router, max_attempts=settings.router.max_attempts + 4 * updates
+    )
+    return msgspec.structs.replace(
+        settings,
+        router=router,
+        tensor_parallel=ONE_RANK,
+        prefill_ranks=1,
+        decode_ranks=1,
+        geometry=GEOMETRIES[1][seed % len(GEOMETRIES[1])],
+        quota_blocks=0,
+        tenant_quota_blocks=0,
+        turns=(2, 3),
+        pauses_s=(0.0, 0.1, 0.5),
+        weight_updates=updates,
     )
 
 

@@ -197,6 +197,13 @@ class SimTransport(InProcessTransport):
             if transfer.peer == agent:
                 transfer.fail_when_over(f"agent {agent!r} was disconnected")
 
+    def close(self) -> None:
+        """Leave the fabric; what is in flight to others still arrives, as over a network."""
+        for transfer in self._moving:
+            transfer.fail_when_over(f"transport {self.agent!r} was closed")
+            self._unfinished.pop(transfer._inner, None)
+        super().close()
+
     def over(self, transfer: SimTransfer) -> None:
         """A transfer has ended."""
         self._moving.pop(transfer, None)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.cluster import GroupRank
+from dualpath.core.cluster import GroupRank, next_data_plane
 from dualpath.core.control import (
     PROTOCOL_VERSION,
     Deregister,
@@ -69,8 +69,10 @@ class ServedModel(msgspec.Struct, frozen=True):
 class Membership:
     """Owns the traffic manager and the control link; methods may be called from any thread.
 
-    Each process of an engine has a unique ``epoch``, so that others detect a restart.  Raises
-    ``ConfigError`` if the storage, buffer or transport cannot be opened.
+    Each process of an engine has a unique ``epoch``, so that others detect a restart.  A process
+    whose weights change, or that has slept, leaves and joins again with a new membership, to which
+    it passes ``former_epoch``: memory, caches, namespace and connections are new, as those of a
+    restarted engine.  Raises ``ConfigError`` if the storage, buffer or transport cannot be opened.
     """
 
     def __init__(
@@ -83,10 +85,12 @@ class Membership:
         surroundings: Surroundings = LIVE,
         holder: BlockHolder | None = None,
         place: RankPlace = ALONE,
+        former_epoch: str | None = None,
     ) -> None:
         self.settings = settings
         self.rates = Rates(read_bytes=_bounded(settings.snic_bytes_per_s))
-        self.epoch = surroundings.new_epoch()
+        new_epoch = surroundings.new_epoch()
+        self.epoch = new_epoch if former_epoch is None else next_data_plane(former_epoch)
         self._surroundings = surroundings
         self._namespace = namespace
         self._model = model
@@ -100,9 +104,9 @@ class Membership:
         tree = surroundings.open_tree(settings)
         if needs_maintenance(tree, settings):
             # This id becomes a part of objects' names, for which an engine's id is not safe.
-            threads, process = surroundings.threads, surroundings.new_epoch()
             self._maintenance = MaintenanceThread(
-                *(storage, tree, settings, namespace, process, threads), surroundings.now_s
+                *(storage, tree, settings, namespace, new_epoch, surroundings.threads),
+                surroundings.now_s,
             )
             storage = self._maintenance.storage
         device = device or HostDevice()
@@ -219,16 +223,22 @@ class Membership:
         else:
             self.changed()
 
-    def leave(self) -> None:
-        """Deregister, finish writes and free all resources; idempotent."""
+    def leave(self, reason: str = "engine shuts down") -> bool:
+        """Deregister, finish writes and free all resources; idempotent.
+
+        Return whether all transfers are over.  If not, this process may not open another data
+        plane: its HBM is not to be reused, and peers could take its late transfers for over.
+        """
         link, self._link = self._link, None
+        settled = True
         if link is not None:
-            self.manager.end_session("the engine shuts down")
+            self.manager.end_session(reason)
             settled = not self.manager.in_doubt().unsettled
-            link.close(Deregister(reason="engine shuts down", settled=settled))
-        self.manager.close()
+            link.close(Deregister(reason=reason, settled=settled))
+        settled = self.manager.close() and settled
         if self._maintenance is not None:
             self._maintenance.close()
+        return settled
 
     def _report(self) -> Report:
         report = msgspec.structs.replace(self.manager.report(), draining=self._draining)

@@ -402,10 +402,13 @@ class TrafficManager:
         else:
             self._generated.persist_keys([block.key for block in blocks])
 
-    def close(self) -> None:
-        """Finish writes, stop all threads and free memory, within ``CLOSE_S``; idempotent."""
+    def close(self) -> bool:
+        """Finish writes, stop all threads and free memory, within ``CLOSE_S``; idempotent.
+
+        Return whether the threads that move bytes have ended.
+        """
         limit = TimeLimit(self._threads, CLOSE_S)
-        self._rank.close(limit)
+        moved = self._rank.close(limit)
         self.persister.close(limit)
         self._lookups.close(limit)
         self._reader.close(limit)
@@ -413,3 +416,4 @@ class TrafficManager:
         self._device.close()
         self._storage.close()
         self.trace.write()
+        return moved

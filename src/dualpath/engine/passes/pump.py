@@ -58,14 +58,13 @@ class EventWaiter:
                 return
         work(None)
 
-    def close(self, limit: TimeLimit) -> None:
-        """Run the waiting callbacks and stop, within the limit; idempotent."""
+    def close(self, limit: TimeLimit) -> bool:
+        """Run the waiting callbacks and stop, within the limit; return whether it has stopped."""
         with self._change:
             self._closing = True
             self._change.notify()
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            limit.join([thread])
+            thread = self._thread
+        return thread is None or limit.join([thread])
 
     def _start(self) -> None:
         if self._thread is None:
@@ -222,12 +221,15 @@ class TransferPump:
         with self._wake:
             self._each_poll.append(work)
 
-    def close(self, limit: TimeLimit) -> None:
-        """Stop after the transfers under way are over, within the limit; idempotent."""
+    def close(self, limit: TimeLimit) -> bool:
+        """Stop after the transfers under way are over, within the limit.
+
+        Return whether they are over.
+        """
         with self._wake:
             self._closing = True
             self._wake.notify()
-        limit.join([self._thread])
+        return limit.join([self._thread])
 
     def _run(self) -> None:
         wait_s = _FIRST_WAIT_S

@@ -195,14 +195,18 @@ class Follower:
             )
             raise EngineLostError("the ranks of this engine do not do the same work")
 
-    def close(self) -> None:
-        """Stop all threads and free memory; idempotent."""
+    def close(self) -> bool:
+        """Stop all threads and free memory; idempotent.
+
+        Return whether the threads that move bytes have ended.
+        """
         if self._closing.is_set():
-            return
+            return True
         self._closing.set()
-        self.rank.close(TimeLimit(self._threads, _CLOSE_S))
+        moved = self.rank.close(TimeLimit(self._threads, _CLOSE_S))
         self._transport.close()
         self._device.close()
+        return moved
 
 
 class FollowedPass(StreamedPass):

@@ -152,8 +152,8 @@ class Rank:
             return "copies within this engine stall"
         return self.health.problem()
 
-    def close(self, limit: TimeLimit) -> None:
-        """Stop the threads that move bytes, within the limit."""
+    def close(self, limit: TimeLimit) -> bool:
+        """Stop the threads that move bytes, within the limit; return whether they have ended."""
         self.health.close()
-        self.movers.after.close(limit)
-        self.movers.pump.close(limit)
+        posted = self.movers.after.close(limit)
+        return self.movers.pump.close(limit) and posted

@@ -1,4 +1,7 @@
-"""What is asked of a whole cluster without vLLM: the live page, pauses, drains and roles."""
+"""What is asked of a whole cluster without vLLM: the live page, pauses, drains, roles and weights."""
+
+import functools
+from collections.abc import Callable
 
 from aiohttp import web
 
@@ -14,6 +17,7 @@ from dualpath.router.requests.limits import ArrivingBodies, BodyRefusedError
 from dualpath.router.scheduler.pauses import PAUSE_PATH, no_such_engine
 from dualpath.router.scheduler.role_calls import ROLES_PATH, roles_call
 from dualpath.router.scheduler.scheduler import DRAIN_PATH, Scheduler
+from dualpath.router.scheduler.weights import WEIGHTS_PATH, weights_call
 from dualpath.router.token_api.statuses import NOT_FOUND
 from dualpath.router.token_api.wire import ApiError
 
@@ -35,6 +39,8 @@ class ClusterCalls:
         app.router.add_delete(DRAIN_PATH, self._drain)
         app.router.add_get(ROLES_PATH, self._roles)
         app.router.add_post(ROLES_PATH, self._roles)
+        app.router.add_get(WEIGHTS_PATH, self._weights)
+        app.router.add_post(WEIGHTS_PATH, self._weights)
 
     async def _pause(self, request: web.Request) -> web.Response:
         engine_id, paused = request.match_info["engine_id"], request.method == "POST"
@@ -46,13 +52,22 @@ class ClusterCalls:
         return json_answer(self._scheduler.drain(draining=request.method == "POST"))
 
     async def _roles(self, request: web.Request) -> web.Response:
+        return await self._called(request, functools.partial(roles_call, self._scheduler.roles))
+
+    async def _weights(self, request: web.Request) -> web.Response:
+        return await self._called(request, functools.partial(weights_call, self._scheduler.weights))
+
+    async def _called(
+        self, request: web.Request, call: Callable[[bytes | None], tuple[int, object]]
+    ) -> web.Response:
+        """Answer a call that shows a state (GET) or begins something (POST)."""
         try:
             body = await read_body(request, self._bodies) if request.method == "POST" else None
         except BodyRefusedError as error:
             return body_refused(error)
         except DualPathError as error:
             return error_answer(error)
-        status, answer = roles_call(self._scheduler.roles, body)
+        status, answer = call(body)
         return json_answer(answer, status)
 
     async def _dashboard(self, request: web.Request) -> web.Response:

@@ -25,12 +25,16 @@ from dualpath.router.observe.engine_metrics import EngineCollector, text_format
 from dualpath.router.refusals import ControlRefusal, HttpRefusal, QueueRefusal, http_refusal
 from dualpath.router.scheduler.registry import Registry
 from dualpath.router.scheduler.roles import ASKED, SWITCH_ENDS, Switch, SwitchState
+from dualpath.router.scheduler.weights import Action
 from dualpath.router.stages import OUTCOMES, RequestRecord, Stage
 
 _STAGE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _DECISION_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.05, 0.1)
+
+#: What became of an operation of a trainer, by whether it succeeded.
+WEIGHT_OUTCOMES = {True: "done", False: "failed"}
 
 _READ_PATHS = {Role.PREFILL: "pe", Role.DECODE: "de"}
 
@@ -125,6 +129,15 @@ class RouterMetrics:
             "Time from the request for another role until the engine serves in it.",
             _STAGE_BUCKETS_S,
         )
+        self._weights = self._counter(
+            "weight_operations",
+            "Updates, sleeps, wake-ups and resumptions for trainers, by what became of them.",
+            "action",
+            "outcome",
+        )
+        for action in Action:
+            for outcome in WEIGHT_OUTCOMES.values():
+                self._weights.labels(action.value, outcome)
         stages = self._histogram(
             "stage_seconds", "Time of requests in each stage.", _STAGE_BUCKETS_S, "stage"
         )
@@ -341,6 +354,10 @@ class RouterMetrics:
         self._role_switches.labels(switch.to_role.value, switch.reason, switch.state.value).inc()
         if switch.state is SwitchState.JOINED and switch.took_s is not None:
             self._role_switch.observe(switch.took_s)
+
+    def weights_changed(self, action: str, ok: bool) -> None:
+        """Count an operation of a trainer that is over."""
+        self._weights.labels(action, WEIGHT_OUTCOMES[ok]).inc()
 
     def answered(self, status: int, body: bytes) -> None:
         """Count an HTTP request if this answer, or the part of it in ``body``, refuses it."""

@@ -29,6 +29,7 @@ def status_report(
     thresholds: ClusterThresholds,
     placements: Iterable[Placement],
     roles: dict[str, Any],
+    weights: dict[str, Any],
     quarantine: dict[str, Any],
 ) -> dict[str, Any]:
     """Return everything an operator or the replay client may want to know, JSON-safe.
@@ -52,6 +53,7 @@ def status_report(
         "counters": _counters(registry, metrics),
         "engines": [_engine(engine, registry.waiting(engine)) for engine in engines],
         "roles": roles,
+        "weights": weights,
         "quarantine": quarantine,
         "waiting": waiting,
         "running": running,

@@ -172,8 +172,8 @@ class Dispatch:
         self._apply(thresholds)
         self._fetch_all()
 
-    def joined(self, info: EngineInfo) -> None:
-        """An engine (or a new process of it) may get requests."""
+    def joined(self, info: EngineInfo, *, paused: bool = False) -> None:
+        """An engine (or a new process of it) may get requests, unless it is ``paused``."""
         self._engines[info.engine_id] = EngineAssignments(info.engine_id)
         self._usual_snic = self._usual_snic or info.snic_bytes_per_s
         self._apply(
@@ -190,6 +190,8 @@ class Dispatch:
                 )
             )
         )
+        if paused:
+            self._apply(EnginePaused(info.engine_id))
         self._refuse_unplaceable()
         self._fetch_all()
 

@@ -196,7 +196,8 @@ class FrontEndSession:
         name, request = message.order.attempt_id, self._requests.get(message.request_id)
         if request is None:
             return
-        if message.namespace != self._scheduler.registry.namespace:
+        known = self._scheduler.registry.namespace
+        if message.namespace != (None if known is None else known.with_weights()):
             self._refused[name] = EngineLostError(
                 "the front end knows engines of another model than the scheduler; restart it"
             )

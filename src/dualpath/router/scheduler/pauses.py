@@ -53,12 +53,24 @@ class Pauses:
         self._exchange = exchange
         self._send = send
         self._dispatch = dispatch
+        #: Whether no engine gets requests, because the weights change.
+        self.held = False
 
-    def joined(self, info: EngineInfo) -> None:
-        """An engine begins a session; an operator's pause persists."""
+    def is_paused(self, info: EngineInfo) -> bool:
+        """Whether an engine that begins a session is paused: an operator's pause persists."""
         state = self._registry.get(info.engine_id)
-        if state is not None and state.pauses:
-            self._dispatch().pause(info.engine_id, paused=True)
+        if state is not None and self.held:
+            state.pauses.add(Pause.WEIGHTS)
+        return state is not None and bool(state.pauses)
+
+    def hold(self, *, held: bool) -> None:
+        """Pause all engines, those that join later as well, or let them get requests again."""
+        self.held = held
+        for state in self._registry.all():
+            if held:
+                self.pause(state.info.engine_id, Pause.WEIGHTS)
+            else:
+                self.resume(state.info.engine_id, Pause.WEIGHTS)
 
     def reported(self, info: EngineInfo, report: Report) -> None:
         """An engine reports whether it drains; it is notified once when its group has drained."""

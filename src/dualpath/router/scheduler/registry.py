@@ -21,13 +21,14 @@ from typing import Generic, TypeVar
 import msgspec
 
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.cluster import EngineAddress, Role, Writer
+from dualpath.core.cluster import EngineAddress, Role, Writer, is_earlier_data_plane
 from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, Register, Report, RouterMessage
-from dualpath.core.errors import EngineRefusedError
+from dualpath.core.errors import EngineLostError, EngineRefusedError
 from dualpath.core.modes import Mode
 from dualpath.core.names import in_one_line
 from dualpath.core.rates import MAX_COMPUTED_WEIGHT
 from dualpath.core.sessions import ROUTER_TABLE, Channel, Event, RouterSideState, StateMachine
+from dualpath.core.weights import WeightsVersion, shown_version
 from dualpath.router.engines import EngineInfo, LiveEngines
 from dualpath.router.refusals import ControlRefusal
 from dualpath.router.served_adapters import ServedAdapters
@@ -44,6 +45,7 @@ class Pause(StrEnum):
 
     DRAINING = "draining"
     ASKED = "asked"
+    WEIGHTS = "weights"
     SUSPECT = "suspect"
 
 
@@ -100,7 +102,7 @@ class EngineState:
         self.talk, self.last_session = Channel(session), session
         self.identity, self.heard_s, self.step_s = identity, now_s, now_s
         self.left = self.drained = False
-        self.pauses &= {Pause.ASKED}
+        self.pauses &= {Pause.ASKED, Pause.WEIGHTS}
 
     def reports(self, report: Report, now_s: float) -> None:
         """Take a report of this process."""
@@ -126,6 +128,12 @@ class EngineState:
             totals[name] = totals.get(name, 0) + value
         return totals
 
+    def had_process(self, epoch: str) -> bool:
+        """Whether another process has replaced the one of this epoch."""
+        if is_earlier_data_plane(self.info.epoch, epoch):
+            return False
+        return any(one == epoch or is_earlier_data_plane(one, epoch) for one in self.former_epochs)
+
     def confirms_dead(self, writer: Writer) -> bool:
         """A former process is confirmed dead; return whether this was not known before."""
         return self.unproven.pop(writer.epoch, None) is not None
@@ -134,15 +142,19 @@ class EngineState:
         """Take the info of another process; the counters of the former one stay in the totals.
 
         ``exclusive``: see ``Registry``.  A process that had been replaced before proves nothing.
+        The next data plane of the same process proves that its former ones have ended.
         """
         dead = self.machine.state is RouterSideState.DEAD
         returns = info.epoch in self.former_epochs
         proves = exclusive and not returns and _elsewhere(self.info.writer, info.writer)
+        proves = proves or is_earlier_data_plane(self.info.epoch, info.epoch)
         if not dead and not proves:
             self.unproven[self.info.epoch] = self.info.writer
         if returns:
             self.former_epochs.remove(info.epoch)
             self.unproven.pop(info.epoch, None)
+        for earlier in [e for e in self.unproven if is_earlier_data_plane(e, info.epoch)]:
+            del self.unproven[earlier]
         self._former_totals = self.totals()
         self.report = None
         self.pauses.clear()
@@ -226,6 +238,13 @@ def check_registration(
             "start the engine in the router's mode, or another router",
         )
     if namespace is not None and hello.namespace != namespace:
+        if hello.namespace.with_weights(namespace.weights) == namespace:
+            raise EngineRefusedError(
+                ControlRefusal.WEIGHTS,
+                f"{name} has {shown_version(hello.namespace.weights)}, this cluster has "
+                f"{shown_version(namespace.weights)}; update its weights with `dualpath weights "
+                "update`, or the weights of the others",
+            )
         raise EngineRefusedError(
             ControlRefusal.NAMESPACE,
             f"{name} differs in {_differences(hello.namespace, namespace)}; start it with "
@@ -369,6 +388,11 @@ class Registry:
     ``by_node``: the engines of a node fetch together (``node_group``), else those of a role.
     ``exclusive_ids``: an orchestrator ends a process before it starts another one of the same
     ``engine_id``, so that a registration from another machine proves the former process's death.
+
+    *Weights.*  All engines with a session have the same version of the weights, which is part of
+    the namespace.  An engine whose weights change leaves; while no other engine is present, the
+    next one that registers decides the version of the cluster, unless ``require_weights`` has.
+    ``outdated`` are the registrations that were refused for their version, by engine.
     """
 
     def __init__(
@@ -384,6 +408,8 @@ class Registry:
         self.mode = mode
         self.adapters = adapters or ServedAdapters({})
         self.namespace: StoreNamespace | None = None
+        self.outdated: dict[str, Register] = {}
+        self._weights_required = False
         self._engines: dict[str, EngineState] = {}
         self._in_session: dict[str, EngineState] = {}
         #: By the start of a data-parallel group; the live ones by group and by machine.
@@ -405,7 +431,14 @@ class Registry:
             hello = msgspec.structs.replace(hello, group=node_group(hello))
         ranks = self._starts.of(hello.dp.start) if hello.dp is not None else ()
         neighbours = [engine.info for engine in self._groups.of(hello.group)]
-        check_registration(hello, self.namespace, self.mode, self.adapters, ranks, neighbours)
+        self._decide_weights(hello)
+        try:
+            check_registration(hello, self.namespace, self.mode, self.adapters, ranks, neighbours)
+        except EngineRefusedError as error:
+            if error.reason == ControlRefusal.WEIGHTS:
+                self._note_outdated(hello)
+            raise
+        self.outdated.pop(hello.address.engine_id, None)
         self.namespace = self.namespace or hello.namespace
         self.mode = Mode(hello.mode)
         self.adapters.learn(hello.adapters)
@@ -419,6 +452,42 @@ class Registry:
             self._changed(engine)
             return Admission(engine, Event.REGISTERS, engine.info)
         return self._known(engine, hello)
+
+    @property
+    def weights(self) -> WeightsVersion | msgspec.UnsetType:
+        """The version of the weights of all engines; unset for those that they have loaded."""
+        return msgspec.UNSET if self.namespace is None else self.namespace.weights
+
+    def require_weights(self, weights: WeightsVersion | msgspec.UnsetType) -> list[EngineState]:
+        """Admit only engines with this version from now on; return those to take out.
+
+        Raises ``EngineLostError`` before an engine has registered.
+        """
+        if self.namespace is None:
+            raise EngineLostError("no engine has registered yet; start the engines")
+        stays = self.namespace.weights == weights
+        self.namespace = self.namespace.with_weights(weights)
+        self._weights_required = True
+        return [] if stays else [e for e in self._engines.values() if e.present]
+
+    def allow_any_weights(self) -> None:
+        """Let the next engine that registers without others decide the version again."""
+        self._weights_required = False
+
+    def _decide_weights(self, hello: Register) -> None:
+        """Take the weights of an engine as those of the cluster, if no other engine is present."""
+        if self.namespace is None or self._weights_required:
+            return
+        others = self._present - {hello.address.engine_id}
+        same = hello.namespace.with_weights(self.namespace.weights) == self.namespace
+        if same and not others:
+            self.namespace = hello.namespace
+
+    def _note_outdated(self, hello: Register) -> None:
+        self.outdated.pop(hello.address.engine_id, None)
+        self.outdated[hello.address.engine_id] = hello
+        while len(self.outdated) > MOST_FORMER_ENGINES:
+            del self.outdated[next(iter(self.outdated))]
 
     def _make_room(self, engine_id: str) -> None:
         """Anyone can invent names: engines that have been gone the longest are removed."""
@@ -442,9 +511,11 @@ class Registry:
 
     def _known(self, engine: EngineState, hello: Register) -> Admission | None:
         former, info = engine.info, _info(hello, engine.info.order)
+        if is_earlier_data_plane(info.epoch, former.epoch):
+            return None  # It was sent before its process opened its present data plane.
         # Two processes of one name would otherwise replace each other again and again; but once the
         # later one is lost, the earlier one may register.
-        if info.epoch in engine.former_epochs and engine.present:
+        if engine.had_process(info.epoch) and engine.present:
             raise EngineRefusedError(
                 ControlRefusal.REPLACED,
                 f"engine {info.engine_id!r} in epoch {info.epoch} has been replaced by epoch "
@@ -516,6 +587,8 @@ class Registry:
             return False
         if writer.epoch == engine.info.epoch:
             return engine.machine.state is RouterSideState.DEAD
+        if is_earlier_data_plane(writer.epoch, engine.info.epoch):
+            return True
         if writer.epoch in engine.former_epochs:
             return writer.epoch not in engine.unproven
         return self._exclusive_ids and _elsewhere(writer, engine.info.writer)

@@ -55,8 +55,9 @@ T = TypeVar("T")
 class EnginesView:
     """The ``KnownEngines`` that the scheduler has reported; none without a session.
 
-    ``namespace`` and the weights of ``adapters`` are the first that it reported, because keys have
-    been made for them since.  ``away`` is the reason why there is no session.
+    ``namespace``, without the version of the weights, and the weights of ``adapters`` are the first
+    that it reported, because keys have been made for them since.  ``away`` is the reason why there
+    is no session.
     """
 
     def __init__(self, away: str, adapters: ServedAdapters) -> None:
@@ -85,8 +86,10 @@ class EnginesView:
         self._live.clear()
         for info in update.engines:
             self._live.put(info)
-        self.namespace = self.namespace or update.namespace
-        if update.namespace not in (None, self.namespace):
+        # Keys do not depend on the version of the weights, which changes while engines run.
+        reported = None if update.namespace is None else update.namespace.with_weights()
+        self.namespace = self.namespace or reported
+        if reported not in (None, self.namespace):
             self._refuse("engines of another model")
             return
         served = {adapter.name: adapter.digest for adapter in update.adapters}
@@ -452,6 +455,9 @@ class RemoteScheduling:
         self._frames.flush()
         self._connection.close()
         self._ended("the front end has left")
+
+    #: A separate front end continues requests, whatever the trainer asks for them.
+    ends_aborted = False
 
     async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for live engines; raises ``DeadlineError`` with what is missing."""

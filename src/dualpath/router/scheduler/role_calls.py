@@ -58,19 +58,21 @@ def call_roles(
     headers: dict[str, str],
     request: object = None,
     tls: ssl.SSLContext | None = None,
+    path: str = ROLES_PATH,
 ) -> dict[str, Any]:
     """Return the answer to a ``RoleRequest``, or without one the state; needs no event loop.
 
-    ``tls`` checks the certificate of an ``https://`` endpoint, None: by the system's authorities.
+    ``path`` may be that of other calls that show a state and begin something.  ``tls`` checks the
+    certificate of an ``https://`` endpoint, None: by the system's authorities.
     Raises ``BadRequestError`` if the router refuses, ``EngineLostError`` if it does not answer.
     """
     parts = urlsplit(checked_http_url(endpoint, "endpoint"))
     connection = open_connection(parts, _TIMEOUT_S, tls)
     try:
         body = None if request is None else msgspec.json.encode(request)
-        path = f"{parts.path.rstrip('/')}{ROLES_PATH}"
+        where = f"{parts.path.rstrip('/')}{path}"
         sent = {**headers, "Content-Type": "application/json"}
-        connection.request("GET" if body is None else "POST", path, body, sent)
+        connection.request("GET" if body is None else "POST", where, body, sent)
         response = connection.getresponse()
         answer = response.read()
         if response.status == 200:

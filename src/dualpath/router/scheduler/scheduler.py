@@ -25,6 +25,7 @@ from dualpath.policy.events import Assignment, SchedulerSettings
 from dualpath.policy.rebalance import RoleQueue
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.policy.session_warmth import SessionName, WarmthSettings
+from dualpath.router.api_keys import engine_headers
 from dualpath.router.engine_calls import EngineHealth
 from dualpath.router.engines import EngineInfo, Membership, geometry, missing_engines
 from dualpath.router.hit_account import SeenBlocks
@@ -46,6 +47,7 @@ from dualpath.router.scheduler.releases import Releases
 from dualpath.router.scheduler.roles import LiveRolePolicy, Roles, rebalance_settings
 from dualpath.router.scheduler.session_orders import SessionOrders
 from dualpath.router.scheduler.thresholds import ClusterThresholds, derive
+from dualpath.router.scheduler.weights import HttpOperator, WeightUpdates
 from dualpath.router.scheduling import Answered, AttemptListener, AttemptOrder, RequestOrder
 from dualpath.router.served_adapters import ServedAdapters
 from dualpath.router.settings import RouterSettings
@@ -169,6 +171,12 @@ class Scheduler:
             else None
         )
         self.handovers = Handovers(settings)
+        self.weights = WeightUpdates(
+            self,
+            HttpOperator(engine_headers(), settings.engine_ca_file),
+            clock,
+            self.metrics.weights_changed,
+        )
         # What people and front ends in other processes connect to.
         self.dashboard = Dashboard(self.registry, self.metrics, clock, self._load)
         self._background: list[asyncio.Task[None]] = []
@@ -198,6 +206,7 @@ class Scheduler:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        await self.weights.stop()
         await self.front_ends.stop()
         self.handovers.close()
         self.sessions.stop()
@@ -219,7 +228,11 @@ class Scheduler:
         return self.settings.dram_tier and serves(Role.DECODE, self.registry.mode)
 
     async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:
-        """Wait for live engines; raises ``DeadlineError`` with what is missing."""
+        """Wait for live engines; raises ``DeadlineError`` with what is missing.
+
+        While the weights change it waits until that is over, without a limit of its own.
+        """
+        await self.weights.released()
         await self.membership.wait(prefill, decode, timeout_s, self.server.address)
 
     def begin(self, order: RequestOrder) -> "ArrivedRequest":
@@ -242,7 +255,26 @@ class Scheduler:
         """Apply a client's hints on a session; False if the session is unknown."""
         return self.sessions.hint(tenant, session_id, hints)
 
+    @property
+    def ends_aborted(self) -> bool:
+        """Whether a request whose attempt has failed ends with the tokens that it has."""
+        return self.weights.aborts
+
     # ------------------------------------------------------------------ for operators
+
+    def hold(self, *, held: bool) -> None:
+        """Begin no attempt while the weights change, or begin attempts again."""
+        self.pauses.hold(held=held)
+
+    def running(self) -> int:
+        """Return how many requests have their engines, or decode there."""
+        reports = (state.report for state in self.registry.all() if state.alive)
+        decoding = sum(r.load.unfinished_requests for r in reports if r is not None)
+        return max(self.counts()[1], decoding)
+
+    def take_out(self, engine_id: str, reason: str) -> None:
+        """End the session of an engine, if it has one."""
+        self.server.declare_lost(engine_id, reason, certain=False)
 
     def pause_engine(self, engine_id: str, *, paused: bool) -> bool:
         """Stop dispatching new requests to a live engine, or start again; False if there is none.
@@ -296,6 +328,7 @@ class Scheduler:
             thresholds=self.thresholds,
             placements=self._dispatch.recent if self._dispatch is not None else (),
             roles=self.roles.report(),
+            weights=self.weights.report(),
             quarantine=quarantine_report(self.releases, self.server.probes, self.clock()),
         )
 
@@ -388,8 +421,7 @@ class Scheduler:
             self._dispatch = self._open_dispatch()
         self.cached.engine_joined(info, self.block_tokens)
         self.releases.engine_joined(info)
-        self._dispatch.joined(info)
-        self.pauses.joined(info)
+        self._dispatch.joined(info, paused=self.pauses.is_paused(info))
         self.suspects.joined(info)
         self.sessions.engine_joined(info)
         self.membership.changed(joined=[info])

@@ -1,0 +1,243 @@
+"""A trainer pauses an engine, puts it to sleep and changes its weights through vLLM's own calls.
+
+vLLM's routes for trainers all end in the process of the engine's core, in a few functions of
+``EngineCore``.  These are wrapped, so that it does not matter which route a trainer calls, or
+whether the router calls it for a trainer:
+
+- *An engine is in the cluster while it is not paused, is awake and its weights have a name.*  It
+  leaves as an engine that ends, with all of its KV outside HBM; it joins as a new one, with the
+  version of its weights in its namespace.
+- *A call that may change weights* ends all requests of the engine first, and clears the prefix
+  cache in HBM.  So no request has KV of two versions, and nothing computed before is found after.
+  What may change weights is every collective call except those in ``KEEPS_WEIGHTS``: trainers bring
+  methods of their own.
+- *The name* of the new weights comes from the trainer, as vLLM's ``weight_version``
+  (``core.weights``).  An engine without it stays outside.
+"""
+
+import functools
+import logging
+import os
+import signal
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dualpath.core.errors import BadRequestError
+from dualpath.core.weights import WeightsVersion, checked_version, shown_version
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+    from dualpath.vllm.connector import DualPathConnector
+
+log = logging.getLogger(__name__)
+
+#: Collective calls that change no weights, of vLLM's own.
+KEEPS_WEIGHTS = frozenset(
+    {
+        "check_health",
+        "compute_weight_checksums",
+        "init_weight_transfer_engine",
+        "shutdown_weight_transfer_engine",
+        "synchronize_device",
+    }
+)
+#: The sleep level from which on vLLM discards weights; below, it restores them when it wakes up.
+_DISCARDS_WEIGHTS = 2
+#: Versions that an engine remembers, so that none is given to other weights.
+_VERSIONS_KEPT = 4096
+
+
+class TrainedEngine:
+    """What trainers do to one engine; lives in the process of its core, on the core's thread."""
+
+    def __init__(self, core: "EngineCore", connector: "DualPathConnector") -> None:
+        self._core = core
+        self._connector = connector
+        #: None while the weights have no name.
+        self._version: WeightsVersion | msgspec.UnsetType | None = msgspec.UNSET
+        self._past: deque[WeightsVersion] = deque(maxlen=_VERSIONS_KEPT)
+        self._is_member = True
+
+    def weights_change(self, call: str) -> None:
+        """A call that may change the weights is about to be made."""
+        self._end_requests()
+        if isinstance(self._version, str):
+            self._past.append(self._version)
+        self._version = None
+        self._leave(f"{call} changes its weights; name them with weight_version")
+
+    def named(self, version: str) -> None:
+        """The trainer names the weights; raises ``BadRequestError`` for a name it may not give."""
+        if version == self._version:
+            return
+        if checked_version(version) in self._past:
+            raise BadRequestError(
+                f"weight version {version} is that of earlier weights of this engine, whose KV is "
+                "stored; name these weights otherwise"
+            )
+        # The version of unchanged weights may change as well: then engines agree on it.
+        self._leave(f"its weights are {version} now")
+        self._version = version
+        self.join_if_ready()
+
+    def paused(self) -> None:
+        """No request is computed any more until it resumes."""
+        self._leave("it is paused")
+
+    def join_if_ready(self) -> None:
+        """Join the cluster, unless the engine is paused or asleep or its weights have no name."""
+        core = self._core
+        away = core.is_scheduler_paused() or core.model_executor.is_sleeping
+        if away or self._is_member or self._version is None:
+            return
+        self._in_workers(functools.partial(_join, weights=self._version))
+        self._is_member = True
+        self._connector.scheduler_side.joined()
+        log.info("the engine joins the cluster again with %s", shown_version(self._version))
+
+    def _leave(self, reason: str) -> None:
+        if not self._is_member:
+            return
+        self._is_member = False
+        self._connector.scheduler_side.left()
+        log.info("the engine leaves the cluster: %s", reason)
+        self._in_workers(functools.partial(_leave, reason=reason))
+
+    def _in_workers(self, call: Callable[[object], None]) -> None:
+        self._core.model_executor.collective_rpc(call)
+
+    def _end_requests(self) -> None:
+        """End all requests and clear all KV that a later request could find in HBM."""
+        from vllm.v1.request import RequestStatus
+
+        core = self._core
+        ended = core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        if ended:
+            log.warning("%d requests end, because the weights change", len(ended))
+            core._send_abort_outputs(ended)
+        self._connector.scheduler_side.forget_hbm_blocks()
+        core.reset_encoder_cache()
+
+
+def _leave(worker: object, reason: str) -> None:
+    """Let one worker leave the cluster; its process ends if its transfers do not."""
+    if not _worker_side().leave(reason):
+        log.critical("the engine ends itself: its transfers are not over, and may still write")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _join(worker: object, weights: WeightsVersion | msgspec.UnsetType) -> None:
+    _worker_side().join(weights)
+
+
+def _worker_side() -> Any:  # noqa: ANN401 - of this process's connector
+    from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
+
+    return get_kv_transfer_group().worker_side
+
+
+# -------------------------------------------------------------------------------- wrapped functions
+
+
+def watch_trainers(connector: "DualPathConnector") -> None:
+    """Wrap the functions of ``EngineCore`` that serve trainers; called while it is created."""
+    from vllm.v1.engine import core
+
+    kinds = [kind for kind in vars(core).values() if _is_core(kind, core.EngineCore)]
+    found: dict[int, TrainedEngine] = {}
+
+    def engine(owner: "EngineCore") -> TrainedEngine:
+        return found.setdefault(id(owner), TrainedEngine(owner, connector))
+
+    for kind in kinds:
+        for name, wrapper in _WRAPPERS.items():
+            if (original := vars(kind).get(name)) is not None:
+                setattr(kind, name, functools.partialmethod(wrapper, original, engine))
+
+
+def _is_core(kind: object, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base)
+
+
+_EngineOf = Callable[["EngineCore"], TrainedEngine]
+
+
+def _collective_rpc(
+    core: "EngineCore",
+    original: Callable[..., Any],
+    engine: _EngineOf,
+    method: str | Callable[..., Any],
+    *arguments: Any,  # noqa: ANN401 - vLLM's
+    **named: Any,  # noqa: ANN401 - vLLM's
+) -> Any:  # noqa: ANN401 - vLLM's
+    name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
+    if name not in KEEPS_WEIGHTS:
+        engine(core).weights_change(name)
+    return original(core, method, *arguments, **named)
+
+
+def _set_weight_version(
+    core: "EngineCore", original: Callable[..., Any], engine: _EngineOf, weight_version: str
+) -> None:
+    engine(core).named(weight_version)
+    original(core, weight_version)
+
+
+def _pause_scheduler(
+    core: "EngineCore",
+    original: Callable[..., Any],
+    engine: _EngineOf,
+    *arguments: Any,  # noqa: ANN401 - vLLM's
+    **named: Any,  # noqa: ANN401 - vLLM's
+) -> "Future[Any] | None":
+    pausing = original(core, *arguments, **named)
+    if pausing is None:
+        engine(core).paused()
+        return None
+    over: Future[Any] = Future()
+
+    def complete(pause: "Future[Any]") -> None:
+        try:
+            pause.result()
+            if core.is_scheduler_paused():
+                engine(core).paused()
+        except Exception as error:
+            over.set_exception(error)
+        else:
+            over.set_result(None)
+
+    pausing.add_done_callback(complete)
+    return over
+
+
+def _resume_scheduler(core: "EngineCore", original: Callable[..., Any], engine: _EngineOf) -> Any:  # noqa: ANN401 - vLLM's
+    result = original(core)
+    engine(core).join_if_ready()
+    return result
+
+
+def _sleep(
+    core: "EngineCore",
+    original: Callable[..., Any],
+    engine: _EngineOf,
+    level: int = 1,
+    *arguments: Any,  # noqa: ANN401 - vLLM's
+    **named: Any,  # noqa: ANN401 - vLLM's
+) -> Any:  # noqa: ANN401 - vLLM's
+    if level >= _DISCARDS_WEIGHTS:
+        engine(core).weights_change(f"sleep level {level}")
+    return original(core, level, *arguments, **named)
+
+
+_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "collective_rpc": _collective_rpc,
+    "pause_scheduler": _pause_scheduler,
+    "resume_scheduler": _resume_scheduler,
+    "set_weight_version": _set_weight_version,
+    "sleep": _sleep,
+}

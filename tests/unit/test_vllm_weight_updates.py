@@ -1,0 +1,228 @@
+"""What trainers call at an engine's core, and when the engine is in the cluster.
+
+The functions are those of vLLM's ``EngineCore``; its scheduler and executor are small ones.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+from dualpath.core.errors import BadRequestError
+from dualpath.vllm import weight_updates
+from dualpath.vllm.weight_updates import watch_trainers
+
+NONCE = "0123456789abcdef"
+STEP_1, STEP_2 = f"step-1-{NONCE}", f"step-2-{NONCE}"
+LOADED = msgspec.UNSET
+
+
+class Executor:
+    """Runs collective calls: those of vLLM are noted, those of ours move the engine."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.asleep = False
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.asleep
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        if callable(method):
+            method(None)
+        else:
+            self.log.append(method)
+        return [None]
+
+    def sleep(self, level: int) -> None:
+        self.log.append(f"sleep {level}")
+        self.asleep = True
+
+    def wake_up(self, tags) -> None:
+        self.asleep = tags == ["weights"]
+
+    def reset_encoder_cache(self) -> None:
+        """Nothing is cached."""
+
+    reset_mm_cache = reset_encoder_cache
+
+
+class Scheduler:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.pause_state = PauseState.UNPAUSED
+        self.requests = ["r"]
+
+    def finish_requests(self, request_ids, status):
+        assert request_ids is None
+        ended, self.requests = self.requests, []
+        self.log += [f"{request} ends" for request in ended]
+        return ended
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.pause_state = state
+
+    def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        return True
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def reset_encoder_cache(self) -> None:
+        """Nothing is cached."""
+
+
+class Engine:
+    """An ``EngineCoreProc`` without its process; ``log`` is what happens, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.core = core = object.__new__(EngineCoreProc)
+        core.scheduler, core.model_executor = Scheduler(self.log), Executor(self.log)
+        core.mm_receiver_cache = None
+        core._weight_version = "default"
+        core._idle_state_callbacks = []
+        monkeypatch.setattr(core, "_send_abort_outputs", lambda requests: None)
+        monkeypatch.setattr(core, "has_work", lambda: bool(core.scheduler.requests))
+        side = SimpleNamespace(
+            leave=self._leaves,
+            join=lambda weights: self.log.append(f"joins with {weights or 'loaded'}"),
+        )
+        monkeypatch.setattr(weight_updates, "_worker_side", lambda: side)
+        watch_trainers(
+            SimpleNamespace(  # type: ignore[arg-type]
+                scheduler_side=SimpleNamespace(
+                    left=lambda: None,
+                    joined=lambda: None,
+                    forget_hbm_blocks=lambda: self.log.append("HBM is cleared"),
+                )
+            )
+        )
+
+    def _leaves(self, reason: str) -> bool:
+        self.log.append("leaves")
+        return True
+
+    def take(self) -> list[str]:
+        taken = [line for line in self.log if line != "synchronize_device"]
+        self.log.clear()
+        return taken
+
+    def become_idle(self) -> None:
+        self.core.scheduler.requests = []
+        self.core._notify_idle_state_callbacks()
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    kinds = (EngineCore, EngineCoreProc)
+    before = {
+        (kind, name): vars(kind)[name]
+        for kind in kinds
+        for name in weight_updates._WRAPPERS
+        if name in vars(kind)
+    }
+    yield Engine(monkeypatch)
+    for (kind, name), function in before.items():
+        setattr(kind, name, function)
+
+
+def test_a_step_of_training_ends_requests_before_weights_change(engine: Engine) -> None:
+    core = engine.core
+    core.pause_scheduler("abort")
+    assert engine.take() == ["r ends", "leaves"]
+    core.collective_rpc("update_weights", None, (), {"update_info": {}})
+    assert engine.take() == ["HBM is cleared", "update_weights"]
+    core.set_weight_version(STEP_1)
+    assert core.get_weight_version() == STEP_1
+    assert engine.take() == []
+    core.resume_scheduler()
+    assert engine.take() == [f"joins with {STEP_1}"]
+    core.resume_scheduler()
+    assert engine.take() == []
+
+
+def test_weights_that_change_without_a_pause_end_requests_as_well(engine: Engine) -> None:
+    engine.core.collective_rpc("load_my_weights")
+    assert engine.take() == ["r ends", "HBM is cleared", "leaves", "load_my_weights"]
+    # Without a name nothing is known to have the same weights.
+    engine.core.resume_scheduler()
+    assert engine.take() == []
+    engine.core.set_weight_version(STEP_1)
+    assert engine.take() == [f"joins with {STEP_1}"]
+
+
+@pytest.mark.parametrize("call", sorted(weight_updates.KEEPS_WEIGHTS))
+def test_calls_that_change_nothing_end_no_request(engine: Engine, call: str) -> None:
+    engine.core.collective_rpc(call)
+    assert engine.core.scheduler.requests == ["r"]
+    assert "leaves" not in engine.take()
+
+
+def test_a_pause_that_waits_leaves_once_requests_have_ended(engine: Engine) -> None:
+    paused = engine.core.pause_scheduler("wait")
+    assert isinstance(paused, Future)
+    assert engine.take() == []
+    engine.become_idle()
+    assert paused.result(0) is None
+    assert engine.take() == ["leaves"]
+    engine.core.resume_scheduler()
+    assert engine.take() == ["joins with loaded"]
+
+
+def test_an_engine_that_resumed_while_it_waited_stays(engine: Engine) -> None:
+    paused = engine.core.pause_scheduler("wait")
+    engine.core.resume_scheduler()
+    engine.become_idle()
+    assert paused.result(0) is None
+    assert engine.take() == []
+
+
+def test_weights_that_sleep_restores_keep_their_name(engine: Engine) -> None:
+    engine.core.sleep(1)
+    assert engine.take() == ["r ends", "leaves", "sleep 1"]
+    assert engine.core.wake_up(["weights"]) is False
+    assert engine.take() == []
+    assert engine.core.wake_up() is True
+    assert engine.take() == ["joins with loaded"]
+
+
+def test_weights_that_sleep_discards_need_a_name(engine: Engine) -> None:
+    engine.core.sleep(2)
+    assert engine.take() == ["r ends", "HBM is cleared", "leaves", "sleep 2"]
+    engine.core.wake_up()
+    assert engine.take() == []
+    engine.core.collective_rpc("reload_weights")
+    engine.core.set_weight_version(STEP_1)
+    assert engine.take() == ["HBM is cleared", "reload_weights", f"joins with {STEP_1}"]
+
+
+def test_unchanged_weights_may_get_a_name_so_that_engines_agree(engine: Engine) -> None:
+    engine.core.set_weight_version(STEP_1)
+    assert engine.take() == ["leaves", f"joins with {STEP_1}"]
+    engine.core.set_weight_version(STEP_1)
+    assert engine.take() == []
+
+
+def test_the_name_of_earlier_weights_is_refused(engine: Engine) -> None:
+    core = engine.core
+    for version in (STEP_1, STEP_2):
+        core.collective_rpc("reload_weights")
+        core.set_weight_version(version)
+    core.collective_rpc("reload_weights")
+    engine.take()
+    for version in (STEP_1, STEP_2):
+        with pytest.raises(BadRequestError, match="that of earlier weights of this engine"):
+            core.set_weight_version(version)
+    with pytest.raises(BadRequestError, match="16 hex digits"):
+        core.set_weight_version("step-3")
+    assert engine.take() == []
+    assert core.get_weight_version() == STEP_2
