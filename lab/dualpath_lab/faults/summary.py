@@ -100,9 +100,9 @@ class CampaignSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of the requests of a whole campaign.
 
     ``lost_to_single_fault`` are requests that failed although they overlapped only one fault,
-    which ended, stopped or cut off one engine; ``router_back`` are the times after kills of routers;
-    ``examples`` counts error messages.  Those that were published in an older format lack what has
-    a default.
+    which ended, stopped or cut off one engine; ``router_back`` are the times after kills of
+    routers; ``examples`` counts error messages.  Those that were published in an older format lack
+    what has a default.
     """
 
     outcomes: dict[Outcome, int]

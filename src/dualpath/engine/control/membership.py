@@ -34,6 +34,7 @@ from dualpath.engine.passes.hbm_layout import HbmLayout
 from dualpath.engine.passes.pass_transfers import BlockHolder
 from dualpath.engine.ranks.rank import ALONE, RankPlace
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.threads import LEAVE_S, TimeLimit
 
 log = logging.getLogger(__name__)
 
@@ -220,15 +221,16 @@ class Membership:
             self.changed()
 
     def leave(self) -> None:
-        """Deregister, finish writes and free all resources; idempotent."""
+        """Deregister, finish writes and free all resources, within ``LEAVE_S``; idempotent."""
+        limit = TimeLimit(self._surroundings.threads, LEAVE_S)
         link, self._link = self._link, None
         if link is not None:
             self.manager.end_session("the engine shuts down")
             settled = not self.manager.in_doubt().unsettled
-            link.close(Deregister(reason="engine shuts down", settled=settled))
-        self.manager.close()
+            link.close(Deregister(reason="engine shuts down", settled=settled), limit)
+        self.manager.close(limit)
         if self._maintenance is not None:
-            self._maintenance.close()
+            self._maintenance.close(limit)
 
     def _report(self) -> Report:
         report = msgspec.structs.replace(self.manager.report(), draining=self._draining)
