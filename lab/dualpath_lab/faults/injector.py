@@ -319,12 +319,13 @@ class FaultInjector:
 
     async def _reset(self, planned: PlannedFault, paused: PausedProcess) -> str:
         name, cluster = planned.process, self._cluster
-        relay = {
-            Fault.RESET_CONTROL: cluster.control[name],
-            Fault.RESET_HTTP: cluster.http[name],
-            Fault.RESET_CLIENTS: cluster.clients,
-        }[planned.fault]
-        relay.reset()
+        match planned.fault:
+            case Fault.RESET_CONTROL:
+                cluster.control[name].reset()
+            case Fault.RESET_HTTP:
+                cluster.http[name].reset()
+            case _:
+                cluster.clients.reset()
         paused.resume()
         return await self._not_back(planned, "the reset")
 
