@@ -93,7 +93,7 @@ class ForwardPass(StreamedPass):
         """
         before = self._before
         return (
-            not self._manager.active.is_active(request_id)
+            self._manager.active.is_released(request_id)
             or super().failed(request_id)
             or request_id in self._rejected
             or request_id in self.failures
@@ -113,7 +113,7 @@ class ForwardPass(StreamedPass):
         found = {**self._rejected, **transfers, **wrong}
         for part in self._parts:
             request_id = part.transfer.request_id
-            if request_id not in self._rejected and not self._manager.active.is_active(request_id):
+            if request_id not in self._rejected and self._manager.active.is_released(request_id):
                 found[request_id] = RELEASED
             blocks = self._manager.geometry.blocks_for(part.transfer.prompt_tokens)
             failure = earlier.get(request_id, found.get(request_id))
