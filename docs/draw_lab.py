@@ -264,6 +264,7 @@ _PART_FAULTS = {
     Fault.STOP_ONE.value: "SIGSTOP",
     Fault.HANG.value: "hangs",
 }
+_KINDS_OF_ENGINES = {EngineKind.EMULATED.value: "emulated", EngineKind.VLLM.value: "vLLM"}
 #: The thread in which both kinds of engines start.
 _MAIN_THREAD = {EngineKind.EMULATED.value: "HTTP server", EngineKind.VLLM.value: "engine core"}
 
@@ -274,12 +275,16 @@ def parts_of_engines() -> Table:
     for one in part_runs():
         for cell in one["result"]["matrix"]:
             for part, count in cell["parts"].items():
-                named = part.replace("MainThread", f"of the {_MAIN_THREAD[one['engines']]}")
+                named = re.sub(r"\b[pd]e-\d+-", "", part)  # an engine's name in that of its thread
+                named = named.replace("MainThread", f"of the {_MAIN_THREAD[one['engines']]}")
                 kind = named, _PART_FAULTS[cell["fault"]], cell["component"]
                 made[kind][one["engines"]] += count
-    kinds = [kind.value for kind in EngineKind]
-    rows = [(*kind, *(f"{made[kind][engines]:,}" for engines in kinds)) for kind in sorted(made)]
-    heads = ("process or thread", "fault", "component", *(f"{kind} engines" for kind in kinds))
+    rows = [
+        (*kind, *(f"{made[kind][engines]:,}" for engines in _KINDS_OF_ENGINES))
+        for kind in sorted(made)
+    ]
+    kinds = (f"{kind} engines" for kind in _KINDS_OF_ENGINES.values())
+    heads = ("process or thread", "fault", "component", *kinds)
     return Table("", heads, tuple(rows), "lllrr")
 
 
@@ -291,20 +296,21 @@ def part_campaigns() -> Table:
         ended = Counter(result["outcomes"])
         rows.append(
             (
-                *(one["name"], one["engines"], f"{result['faults']:,}"),
+                *(one["name"], _KINDS_OF_ENGINES[one["engines"]], f"{result['faults']:,}"),
                 *(f"{ended[how]:,}" for how in ("well", "clear error", "cut", "left")),
                 " / ".join(str(ended[how]) for how in ("late", "wrong", "unclear")),
                 str(len(result["lost_to_single_fault"])),
                 str(len(result["leaks"]) + sum(result["problems"].values())),
-                *(str(result["wrong_kv"]), f"{result['loaded_blocks']:,}"),
+                *(str(result["wrong_kv"]), str(result.get("stale_kv", 0))),
+                f"{result['loaded_blocks']:,}",
             )
         )
     heads = (
         *("campaign", "engines", "faults", "correct", "clear error", "cut", "client left"),
         *("late / wrong / unclear", "lost to one fault", "left behind", "wrong KV"),
-        "blocks loaded",
+        *("in failed attempts", "blocks loaded"),
     )
-    return Table("", heads, tuple(rows), "ll" + "r" * 10)
+    return Table("", heads, tuple(rows), "ll" + "r" * 11)
 
 
 def part_commands() -> Table:

@@ -84,10 +84,10 @@ def test_campaigns_of_faults_of_parts_are_summed_by_part_and_listed(tmp_path: Pa
         ("thread of the HTTP server", "hangs", "PE", "3", "0"),
         ("thread of the engine core", "hangs", "PE", "0", "4"),
     ]
-    ended = ("40", "1", "0", "0", "0 / 0 / 0", "0", "3", "0", "5,000")
+    ended = ("40", "1", "0", "0", "0 / 0 / 0", "0", "3", "0", "1", "5,000")
     assert pages.rows("part-campaigns") == [
         ("a", "emulated", "3", *ended),
-        ("b", "vllm", "4", *ended),
+        ("b", "vLLM", "4", *ended),
     ]
     assert pages.rows("part-commands") == [("a", "`run a`"), ("b", "`run b`")]
 

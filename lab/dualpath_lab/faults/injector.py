@@ -126,9 +126,9 @@ def part_name(pid: int, leader: int, kind: EngineKind) -> str:
     return "rank"
 
 
-def thread_name(paused: PausedProcess) -> str:
-    """Return which thread of an engine has paused, without its number."""
-    return f"thread {paused.thread.rstrip('-0123456789')}"
+def thread_name(paused: PausedProcess, engine: str) -> str:
+    """Return which thread of an engine has paused, without its number and the engine's name."""
+    return f"thread {paused.thread.removeprefix(f'{engine}-').rstrip('-0123456789')}"
 
 
 class FaultInjector:
@@ -161,7 +161,8 @@ class FaultInjector:
             case Fault.STOP_ONE:
                 problem, part = await self._stop_one(planned, paused)
             case Fault.HANG:
-                problem, part = await self._hang(planned, paused), thread_name(paused)
+                part = thread_name(paused, planned.engine)
+                problem = await self._hang(planned, paused)
             case Fault.SILENT_CONTROL | Fault.SILENT_HTTP:
                 problem = await self._silence(planned, paused)
             case Fault.DROP_CONTROL | Fault.DROP_HTTP:
