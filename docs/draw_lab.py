@@ -3,8 +3,9 @@
     python docs/draw_lab.py          write the tables of docs/evaluation/*.md and all plots
     python docs/draw_lab.py --check  exit with 1 if a table is not what its data says
     python docs/draw_lab.py --merge FILE…
-                                     add results of `dualpath chaos simulate --json` and
-                                     `dualpath chaos fuzz --json` to the data of Hardening, and draw
+                                     add results of `dualpath chaos simulate --json`, `dualpath
+                                     chaos fuzz --json` and `dualpath chaos run --out` to the data
+                                     of Hardening, and draw
 
 The prose of a page is written by hand.  A table, or the lines on how to repeat its runs, stands
 between two marks,
@@ -14,7 +15,8 @@ between two marks,
 
 and is drawn from ``docs/evaluation/lab/NAME.json``, ``peers-matrix`` from the files of runs in
 ``docs/evaluation/peers/cells``.  The page ``docs/reference/hardening.md`` is drawn as well: results
-of seeds and fuzzing are in ``docs/evaluation/hardening``.  ``DRAWN`` lists the kinds.
+of seeds, fuzzing and faults of parts of engines are in ``docs/evaluation/hardening``.  ``DRAWN``
+lists the kinds.
 """
 
 import itertools
@@ -35,6 +37,9 @@ from dualpath.report.model import NOTHING, Table
 from dualpath_lab.benchmarks.peers.matrix import jct_by_regime, read_regimes
 from dualpath_lab.cli.chaos import CHAOS
 from dualpath_lab.cli.lab import BENCH
+from dualpath_lab.faults.failpoints import EngineKind
+from dualpath_lab.faults.matrix import Fault
+from dualpath_lab.faults.report import FAULTS
 from dualpath_sim.harness.experiment import KeyResult, Page, compared_words, target_table
 from dualpath_sim.harness.files import read as read_page
 
@@ -235,15 +240,83 @@ def kinds_of_faults(*names: str) -> Table:
     """How often each fault was made in real processes, and at how many steps of requests."""
     made: Counter[tuple[str, str]] = Counter()
     steps: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for name in names:
-        for cell in read(name).data["matrix"]:
-            kind = cell["component"], cell["fault"]
-            made[kind] += cell["made"]
-            if cell["made"]:
-                steps[kind].add(cell["step"])
+    matrices = [read(name).data["matrix"] for name in names]
+    for cell in itertools.chain(*matrices, *(one["result"]["matrix"] for one in part_runs())):
+        kind = cell["component"], cell["fault"]
+        made[kind] += cell["made"]
+        if cell["made"]:
+            steps[kind].add(cell["step"])
     rows = [(*kind, f"{made[kind]:,}", str(len(steps[kind]))) for kind in sorted(made)]
     total = ("all", "", f"{sum(made.values()):,}", str(len(set().union(*steps.values()))))
     return Table("", ("component", "fault", "made", "at steps"), (*rows, total), "llrr")
+
+
+def part_runs() -> list[dict[str, Any]]:
+    """Stored campaigns of faults of one process, thread or port: name, command, result."""
+    return [
+        msgspec.json.decode(path.read_bytes()) for path in sorted(HARDENING.glob("faults-*.json"))
+    ]
+
+
+#: Faults of one part of an engine, as the table of parts names them.
+_PART_FAULTS = {
+    Fault.KILL_ONE.value: "SIGKILL",
+    Fault.STOP_ONE.value: "SIGSTOP",
+    Fault.HANG.value: "hangs",
+}
+_KINDS_OF_ENGINES = {EngineKind.EMULATED.value: "emulated", EngineKind.VLLM.value: "vLLM"}
+#: The thread in which both kinds of engines start.
+_MAIN_THREAD = {EngineKind.EMULATED.value: "HTTP server", EngineKind.VLLM.value: "engine core"}
+
+
+def parts_of_engines() -> Table:
+    """Which process or thread of an engine was killed, stopped or made to hang, how often."""
+    made: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    for one in part_runs():
+        for cell in one["result"]["matrix"]:
+            for part, count in cell["parts"].items():
+                named = re.sub(r"\b[pd]e-\d+-", "", part)  # an engine's name in that of its thread
+                named = named.replace("MainThread", f"of the {_MAIN_THREAD[one['engines']]}")
+                kind = named, _PART_FAULTS[cell["fault"]], cell["component"]
+                made[kind][one["engines"]] += count
+    rows = [
+        (*kind, *(f"{made[kind][engines]:,}" for engines in _KINDS_OF_ENGINES))
+        for kind in sorted(made)
+    ]
+    kinds = (f"{kind} engines" for kind in _KINDS_OF_ENGINES.values())
+    heads = ("process or thread", "fault", "component", *kinds)
+    return Table("", heads, tuple(rows), "lllrr")
+
+
+def part_campaigns() -> Table:
+    """Campaigns of faults of one part of an engine: how requests ended, what was left behind."""
+    rows = []
+    for one in part_runs():
+        result = one["result"]
+        ended = Counter(result["outcomes"])
+        rows.append(
+            (
+                *(one["name"], _KINDS_OF_ENGINES[one["engines"]], f"{result['faults']:,}"),
+                *(f"{ended[how]:,}" for how in ("well", "clear error", "cut", "left")),
+                " / ".join(str(ended[how]) for how in ("late", "wrong", "unclear")),
+                str(len(result["lost_to_single_fault"])),
+                str(len(result["leaks"]) + sum(result["problems"].values())),
+                *(str(result["wrong_kv"]), str(result.get("stale_kv", 0))),
+                f"{result['loaded_blocks']:,}",
+            )
+        )
+    heads = (
+        *("campaign", "engines", "faults", "correct", "clear error", "cut", "client left"),
+        *("late / wrong / unclear", "lost to one fault", "left behind", "wrong KV"),
+        *("in failed attempts", "blocks loaded"),
+    )
+    return Table("", heads, tuple(rows), "ll" + "r" * 11)
+
+
+def part_commands() -> Table:
+    """The commands of the campaigns of parts."""
+    rows = tuple((one["name"], f"`{one['command']}`") for one in part_runs())
+    return Table("", ("campaign", "command"), rows)
 
 
 #: The sums that are drawn of seeds.
@@ -304,10 +377,15 @@ def merge(paths: Sequence[str]) -> None:
             target = HARDENING / f"fuzz-{result['subject']}.json"
             target.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
             continue
+        if result.get("data", {}).get("experiment") == FAULTS.name:
+            target = HARDENING / f"faults-{result['name']}.json"
+            target.write_bytes(msgspec.json.format(msgspec.json.encode(_campaign(result))) + b"\n")
+            continue
         if "first" not in result:
             raise SystemExit(
-                f"{path} has neither `first` nor `subject`; make it with `dualpath chaos simulate "
-                "--json` or `dualpath chaos fuzz --json`"
+                f"{path} has neither `first` nor `subject` nor the data of a campaign; make it "
+                "with `dualpath chaos simulate --json`, `dualpath chaos fuzz --json` or `dualpath "
+                "chaos run --out`"
             )
         parts[result["first"]] = result
     if not parts:
@@ -320,6 +398,18 @@ def merge(paths: Sequence[str]) -> None:
                 f"them from {seeds_file}"
             )
     seeds_file.write_bytes(msgspec.json.format(msgspec.json.encode(ordered)) + b"\n")
+
+
+def _campaign(page: dict[str, Any]) -> dict[str, Any]:
+    """Return what is stored of a campaign's page."""
+    (run,) = page["data"]["runs"]
+    return {
+        "name": page["name"],
+        "command": page["command"],
+        "engines": page["data"]["settings"]["campaign"]["engines"],
+        "date": page["data"]["date"],
+        "result": run["result"],
+    }
 
 
 def matrix(_: str) -> Table:
@@ -371,6 +461,9 @@ DRAWN: dict[str, Callable[..., Table | str]] = {
     "campaigns": campaigns,
     "matrix": matrix,
     "kinds-of-faults": kinds_of_faults,
+    "parts-of-engines": parts_of_engines,
+    "part-campaigns": part_campaigns,
+    "part-commands": part_commands,
     "seeds": simulated_seeds,
     "fuzz": fuzzed,
 }

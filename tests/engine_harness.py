@@ -39,7 +39,7 @@ from dualpath.engine.passes.hbm_layout import shared_layers
 from dualpath.engine.passes.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.threads import OS_THREADS, Threads
+from dualpath.engine.threads import LEAVE_S, OS_THREADS, Threads, TimeLimit
 from dualpath.plan.counts import new_full_blocks
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.memory import MemoryStorage
@@ -278,7 +278,7 @@ class ToyCluster:
     def close(self) -> None:
         """Stop both engines."""
         for engine in (self.pe, *self.decode):
-            engine.manager.close()
+            engine.manager.close(TimeLimit(OS_THREADS, LEAVE_S))
 
     def store(self, keys: Sequence[BlockKey]) -> None:
         """Put right blocks into storage."""

@@ -30,6 +30,7 @@ from dualpath.engine.passes.step_transfers import PrefillChunk, Replica
 from dualpath.engine.ranks.follower import FollowedPass, Follower
 from dualpath.engine.ranks.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.threads import LEAVE_S, OS_THREADS, TimeLimit
 from dualpath.plan.counts import new_full_blocks
 from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Direction, PieceIndices, RegionInfo, Transport
@@ -187,7 +188,7 @@ class RankedEngine(ToyEngine):
     def close(self) -> None:
         self._closed.set()
         self._ticks.join(GUARD_S)
-        self.manager.close()
+        self.manager.close(TimeLimit(OS_THREADS, LEAVE_S))
         for follower in self.followers:
             follower.close()
 

@@ -12,6 +12,7 @@ from dualpath.core import control as request_messages
 from dualpath.core.cluster import Role
 from dualpath.engine.control import link as router_session
 from dualpath.engine.control.link import ControlLink, ZmqRouterConnection
+from dualpath.engine.threads import LEAVE_S, OS_THREADS, TimeLimit
 from dualpath.router.engines import EngineInfo
 from dualpath.router.scheduler.control_server import ControlServer
 from dualpath.router.scheduler.registry import Registry
@@ -101,7 +102,9 @@ async def test_a_connection_that_is_reset_again_and_again_loses_and_doubles_noth
         link.send(request_messages.Released("last"))
         assert await router.events.get() == "last"
         await over.wait()
-        await asyncio.to_thread(link.close, control.Deregister(reason="test"))
+        await asyncio.to_thread(
+            link.close, control.Deregister(reason="test"), TimeLimit(OS_THREADS, LEAVE_S)
+        )
     await router.server.stop()
     assert received == router.received == [*sent, "last"]
 
@@ -122,5 +125,7 @@ async def test_an_engine_talks_to_the_next_router_without_a_heartbeat(
         following = Router()
         await following.server.start("127.0.0.1", int(address.rpartition(":")[2]))
         assert await following.events.get() == "joined"
-        await asyncio.to_thread(link.close, control.Deregister(reason="test"))
+        await asyncio.to_thread(
+            link.close, control.Deregister(reason="test"), TimeLimit(OS_THREADS, LEAVE_S)
+        )
     await following.server.stop()

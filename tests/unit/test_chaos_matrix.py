@@ -2,6 +2,8 @@
 
 from itertools import islice
 
+import msgspec
+
 from dualpath_lab.faults.injector import InjectedFault
 from dualpath_lab.faults.load import Answer, Outcome, Turn
 from dualpath_lab.faults.matrix import (
@@ -116,6 +118,20 @@ def test_an_error_after_one_fault_of_one_engine_is_a_lost_request() -> None:
     turns = [turn(9, 11, Outcome.CLEAR_ERROR), turn(11, 21, Outcome.CLEAR_ERROR)]
     found = summarize(turns, [KILLED_PE, KILLED_ROUTER], DEADLINE_S)
     assert found.lost_to_single_fault == ("PE, reading, SIGKILL: clear error: why",)
+
+
+def test_an_error_after_silence_of_one_port_of_one_engine_is_a_lost_request() -> None:
+    silent = made(Component.CONNECTION, Fault.DROP_HTTP, 10, 12)
+    cut = made(Component.CONNECTION, Fault.RESET_CLIENTS, 30, 30)
+    turns = [turn(9, 11, Outcome.CLEAR_ERROR), turn(29, 31, Outcome.CUT)]
+    found = summarize(turns, [silent, cut], DEADLINE_S)
+    assert found.lost_to_single_fault == ("connection, reading, dropped HTTP: clear error: why",)
+
+
+def test_a_cell_counts_which_part_of_an_engine_was_hit() -> None:
+    hit = msgspec.structs.replace(made(Component.DECODE, Fault.KILL_ONE, 1, 2), part="rank")
+    (cell,) = summarize([], [hit, hit, KILLED_PE], DEADLINE_S).matrix[:1]
+    assert (cell.made, cell.parts) == (2, {"rank": 2})
 
 
 def test_recovery_of_a_router_ends_with_the_first_token_of_a_request_sent_after_the_kill() -> None:

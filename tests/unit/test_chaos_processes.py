@@ -4,6 +4,8 @@ import asyncio
 import errno
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,12 @@ from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage import factory
 from dualpath.storage.node_dram import NodeDram
 from dualpath.storage.posix import PosixStorage
-from dualpath_lab.faults.cluster import Relay
+from dualpath_lab.faults.campaign import count_wrong_kv
+from dualpath_lab.faults.cluster import Relay, port_sockets
 from dualpath_lab.faults.engine_kinds import EmulatedEngines
 from dualpath_lab.faults.failpoint_channel import DiskFault, FailpointClient, FailpointServer
 from dualpath_lab.faults.failpoints import FAILPOINTS, EngineKind, Failpoint, install_failpoints
-from dualpath_lab.faults.injector import block_files, corrupt
+from dualpath_lab.faults.injector import block_files, corrupt, part_name
 from dualpath_lab.faults.load import AnswerChecker, Outcome
 from dualpath_lab.faults.matrix import CORRUPTIONS, Component, Fault, ProcessNames, Step
 from dualpath_lab.faults.settings import EmulatedEnginesSettings
@@ -107,6 +110,25 @@ async def test_a_process_pauses_at_the_step_until_it_is_resumed(tmp_path: Path) 
         assert not passing.done()
         paused.resume()
         await passing
+
+
+async def test_a_thread_that_hangs_at_a_step_does_not_disarm_the_next_one(tmp_path: Path) -> None:
+    async with FailpointServer(tmp_path / "gates") as watch, asyncio.timeout(GUARD_S):
+        gate = await connected(watch, tmp_path / "gates")
+        paused, passing = [], []
+        for step in (Step.READING, Step.DECODING):
+            reaching = asyncio.create_task(watch.pause_at("pe-0", step, 1, GUARD_S))
+            await until(lambda step=step: gate.expects(step))
+            passing.append(asyncio.create_task(asyncio.to_thread(gate.reached, step)))
+            paused.append(await reaching)
+        first, second = paused
+        assert first is not None
+        assert second is not None
+        second.resume()
+        await passing[1]
+        assert not passing[0].done()
+        first.resume()
+        await passing[0]
 
 
 async def test_a_step_that_is_not_reached_is_disarmed(tmp_path: Path) -> None:
@@ -232,6 +254,25 @@ def test_counts_of_loaded_blocks_survive_the_process(tmp_path: Path) -> None:
     assert loaded_blocks(tmp_path) == (3, 1)
 
 
+# ---------------------------------------------------------------------- logs
+
+WRONG = "KV of 2 prompt blocks (0, 1) is wrong in pe_hbm; this is a bug in the data path, save"
+
+
+def test_wrong_kv_of_an_attempt_that_had_failed_before_is_counted_apart(tmp_path: Path) -> None:
+    engine, router = tmp_path / "pe-0.log", tmp_path / "router-0.log"
+    engine.write_text(
+        f"ERROR request cmpl-a1: {WRONG}\nERROR request cmpl-b2.2: {WRONG}\n"
+        f"ERROR request cmpl-c3: {WRONG}\n"
+    )
+    router.write_text(
+        f"request cmpl-a1: attempt 1 failed after 0 tokens, trying again: pe-0 is lost\n"
+        f"request cmpl-b2: attempt 1 failed after 0 tokens, trying again: pe-0 is lost\n"
+        f"request cmpl-c3: attempt 1 failed after 0 tokens, trying again: request cmpl-c3: {WRONG}"
+    )
+    assert count_wrong_kv([engine], [router]) == (2, 1)
+
+
 # ---------------------------------------------------------------------- connections and answers
 
 
@@ -261,6 +302,59 @@ async def test_a_reset_is_seen_at_both_ends_and_new_connections_work() -> None:
         assert await reader.readline() == b"after\n"
         for open_one in (writer, again):
             open_one.close()
+
+
+async def test_dropped_packets_arrive_only_when_the_drop_is_over() -> None:
+    """What the client sends meanwhile is still missing when a later message elsewhere is here."""
+    received: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            received.put_nowait(line)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, Relay(port) as dropped, Relay(port) as other, asyncio.timeout(GUARD_S):
+        writers = []
+        for relay in (dropped, other):
+            host, _, number = relay.address.partition(":")
+            writers.append((await asyncio.open_connection(host, int(number)))[1])
+            writers[-1].write(b"before\n")
+            assert await received.get() == b"before\n"
+        async with dropped.drop_packets():
+            for writer, line in zip(writers, (b"lost\n", b"passed\n"), strict=True):
+                writer.write(line)
+            assert await received.get() == b"passed\n"
+            assert received.empty()
+        assert await received.get() == b"lost\n"
+        for writer in writers:
+            writer.close()
+
+
+def test_sockets_of_a_port_are_found_in_another_process() -> None:
+    script = (
+        "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); "
+        "print(s.getsockname()[1], flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        assert len(list(port_sockets(process.pid, port))) == 1
+        assert list(port_sockets(process.pid, port + 1)) == []
+        process.communicate()
+
+
+def test_processes_of_a_vllm_engine_are_named_by_their_titles() -> None:
+    with subprocess.Popen(
+        ["VLLM::EngineCore"], executable="/bin/cat", stdin=subprocess.PIPE
+    ) as core:
+        assert part_name(core.pid, core.pid, EngineKind.VLLM) == "HTTP server"
+        assert part_name(core.pid, 1, EngineKind.VLLM) == "engine core"
+        assert part_name(os.getpid(), 1, EngineKind.VLLM) == "rank"
+        assert part_name(core.pid, core.pid, EngineKind.EMULATED) == "first rank"
+        core.communicate()
 
 
 def events(*payloads: str) -> bytes:

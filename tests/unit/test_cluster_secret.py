@@ -16,6 +16,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import Message
 from dualpath.core.errors import ConfigError
 from dualpath.engine.control.link import ControlLink, ZmqRouterConnection
+from dualpath.engine.threads import LEAVE_S, OS_THREADS, TimeLimit
 from dualpath.node.cluster_secret import (
     MIN_SECRET_CHARACTERS,
     SECRET_VARIABLE,
@@ -108,7 +109,9 @@ class Engine(FakeEngine):
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await asyncio.to_thread(self.link.close, control.Deregister(reason="test over"))
+        await asyncio.to_thread(
+            self.link.close, control.Deregister(reason="test over"), TimeLimit(OS_THREADS, LEAVE_S)
+        )
 
 
 async def test_engine_and_router_with_the_same_secret_connect():

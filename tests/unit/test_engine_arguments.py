@@ -16,6 +16,7 @@ from dualpath.vllm import engine_arguments
 from dualpath.vllm.engine_arguments import (
     GUARD_CLASS,
     SCHEDULER_CLASS,
+    SHUTDOWN_TIMEOUT_S,
     WORKER_CLASS,
     engine_settings,
 )
@@ -59,7 +60,7 @@ def test_a_prefill_engine_gets_its_arguments():
     assert args.enable_prefix_caching is args.async_scheduling is False
     assert args.prefix_caching_hash_algo == "sha256_cbor"
     assert (args.scheduler_cls, args.worker_cls) == (SCHEDULER_CLASS, WORKER_CLASS)
-    assert (args.block_size, args.shutdown_timeout) == (64, 5)
+    assert (args.block_size, args.shutdown_timeout) == (64, SHUTDOWN_TIMEOUT_S)
     assert f"--worker-cls {WORKER_CLASS}" in added
 
 

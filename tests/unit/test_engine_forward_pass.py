@@ -160,6 +160,29 @@ def test_a_request_released_before_its_pass_is_reported_and_the_others_are_sent(
     assert moved_bytes(cluster) == BLOCKS * GEOMETRY.full_block_bytes
 
 
+@pytest.mark.parametrize("how", ["release", "session over"])
+def test_what_a_pass_loads_for_a_request_after_its_release_is_unusable(
+    cluster: ToyCluster, how: str
+) -> None:
+    """The router has lost this engine: the DE reuses the slots of the hits that the pass loads."""
+    keys = prompt_keys(TOKENS)
+    cluster.store(keys[:2])
+    transfer = cluster.load("r", keys, TOKENS, 0, 2)
+    sent: list[Message] = []
+    forward = ForwardPass(cluster.pe.manager, sent.append, [part(transfer, BlockRun(2, 1))])
+    for layer in range(GEOMETRY.layers):
+        if layer == 1 and how == "release":
+            cluster.pe.command(Release(request_id="r", reason="the client left"))
+        elif layer == 1:
+            cluster.pe.manager.end_session("the router was silent")
+        forward.wait_loaded(layer)
+        assert forward.failed("r") is (layer > 0)
+        forward.computed(layer)
+    assert forward.finish({"r": "wrong in pe_hbm"}) == {"r": "it was released"}
+    (done,) = (message for message in sent if isinstance(message, PrefillDone))
+    assert done.failure == "it was released"
+
+
 def test_slots_of_another_request_are_not_loaded(cluster: ToyCluster) -> None:
     keys = prompt_keys(TOKENS)
     cluster.store(keys[:2])

@@ -12,7 +12,6 @@ from tests.passed_waits import PassedWaits
 from dualpath.core.cluster import Role
 from dualpath.core.control import Read, Reserved
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.engine.control import traffic_manager
 from dualpath.engine.passes.pump import Completion, TransferPump
 from dualpath.engine.threads import Health, TimeLimit
 from dualpath.transport.contract import TransferState
@@ -195,16 +194,13 @@ def test_one_hanging_read_has_its_deadline_all_hanging_readers_make_the_engine_u
     assert manager.health() is None
 
 
-def test_an_engine_closes_in_one_limit_though_all_reads_hang(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(traffic_manager, "CLOSE_S", 0.2)
+def test_an_engine_closes_in_one_limit_though_all_reads_hang() -> None:
     hanging = HangingReads()
     hanging.read(READERS)
-    hanging.cluster.de.manager.close()
+    hanging.cluster.de.manager.close(TimeLimit(hanging.threads, 0.2))
     assert sum(hanging.threads.passed_s) <= 0.2
     hanging.gate.set()
-    hanging.cluster.pe.manager.close()
+    hanging.cluster.pe.manager.close(TimeLimit(hanging.threads, GUARD_S))
 
 
 def test_problems_are_in_the_report() -> None:

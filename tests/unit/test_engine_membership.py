@@ -8,6 +8,7 @@ import pytest
 import zmq
 from tests.engine_harness import GEOMETRY
 from tests.guard import GUARD_S
+from tests.passed_waits import PassedWaits
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
@@ -22,10 +23,12 @@ from dualpath.core.control import (
     encode,
     unnumbered,
 )
+from dualpath.engine.control import membership as membership_module
 from dualpath.engine.control.membership import Membership, ServedModel
 from dualpath.engine.control.surroundings import Surroundings
 from dualpath.engine.passes.hbm_layout import shared_layers
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 from dualpath.transport.memory import allocate_registered
@@ -66,7 +69,10 @@ def router() -> Iterator[Router]:
 
 
 def membership(
-    router: Router, storage: str, end_process: Callable[[], None] = lambda: None
+    router: Router,
+    storage: str,
+    end_process: Callable[[], None] = lambda: None,
+    threads: Threads = OS_THREADS,
 ) -> Membership:
     settings = EngineSettings(
         role=Role.DECODE,
@@ -88,6 +94,7 @@ def membership(
         surroundings=Surroundings(
             open_transport=lambda agent, settings, device: InProcessTransport(agent, fabric),
             end_process=end_process,
+            threads=threads,
         ),
     )
 
@@ -154,6 +161,26 @@ def test_an_idle_engine_that_drains_leaves_a_router_that_has_ended(router: Route
         pass
     # Only an engine with a session deregisters: it did not wait until the session timed out.
     assert message == Deregister(reason="engine shuts down")
+
+
+def test_an_engine_leaves_in_one_limit_though_two_of_its_threads_hang(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_module, "LEAVE_S", 0.2)
+    waits, hangs, gate = PassedWaits(), threading.Event(), threading.Event()
+    member = membership(router, "hanging", threads=waits)
+
+    def watch() -> None:
+        hangs.set()
+        gate.wait(GUARD_S)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        member.join(f"http://127.0.0.1:{server.getsockname()[1]}", watch)
+        assert hangs.wait(GUARD_S)  # The thread of the control link.
+        member.manager._rank.movers.pump.call(watch)
+        member.leave()
+    gate.set()
+    assert sum(waits.passed_s) <= 0.2
 
 
 def test_an_engine_whose_data_plane_has_lost_a_thread_ends_its_process(router: Router) -> None:

@@ -145,7 +145,7 @@ def test_a_release_in_mid_pass_waits_for_all_ranks(cluster: RankedCluster) -> No
             cluster.pe.command(Release("r", "its client went away"))
             assert cluster.pe.answers(Released) == []
 
-    assert prefill(cluster, transfer, at_layer) == [{}, {}]
+    assert prefill(cluster, transfer, at_layer) == [{"r": "it was released"}, {}]
     cluster.pe.answer(Released, "r")
 
 

@@ -19,8 +19,8 @@ class Pages:
         self._script = runpy.run_path(str(ROOT / "docs" / "draw_lab.py"))
         self._script["merge"].__globals__["HARDENING"] = folder
 
-    def merge(self, name: str, **result: Any) -> None:
-        path = self.folder / name
+    def merge(self, file: str, /, **result: Any) -> None:
+        path = self.folder / file
         path.write_text(json.dumps(result))
         self._script["merge"]([str(path)])
 
@@ -59,6 +59,37 @@ def test_a_result_of_another_command_is_refused_and_changes_nothing(tmp_path: Pa
     with pytest.raises(SystemExit, match=r"memory\.json has neither `first` nor `subject`"):
         pages.merge("memory.json", requests=9)
     assert not (tmp_path / "seeds.json").exists()
+
+
+def campaign(engines: str, part: str, made: int) -> dict[str, Any]:
+    """The data of a page of ``dualpath chaos run``."""
+    cell = {"component": "PE", "step": "reading", "fault": "hanging thread", "made": made}
+    result = {
+        "matrix": [cell | {"parts": {part: made}}],
+        "outcomes": {"well": 40, "clear error": 1, "late": 0},
+        **{"faults": made, "lost_to_single_fault": [], "leaks": ["a slot"], "problems": {"x": 2}},
+        **{"wrong_kv": 0, "stale_kv": 1, "loaded_blocks": 5000},
+    }
+    settings = {"campaign": {"engines": engines}}
+    runs = [{"cell": "campaign", "round": 0, "result": result}]
+    return {"experiment": "chaos-run", "settings": settings, "runs": runs, "date": "2026-11-27"}
+
+
+def test_campaigns_of_faults_of_parts_are_summed_by_part_and_listed(tmp_path: Path) -> None:
+    pages = Pages(tmp_path)
+    for name, engines, made in (("a", "emulated", 3), ("b", "vllm", 2), ("b", "vllm", 4)):
+        data = campaign(engines, "thread MainThread", made)
+        pages.merge(f"{name}.json", name=name, command=f"run {name}", data=data)
+    assert pages.rows("parts-of-engines") == [
+        ("thread of the HTTP server", "hangs", "PE", "3", "0"),
+        ("thread of the engine core", "hangs", "PE", "0", "4"),
+    ]
+    ended = ("40", "1", "0", "0", "0 / 0 / 0", "0", "3", "0", "1", "5,000")
+    assert pages.rows("part-campaigns") == [
+        ("a", "emulated", "3", *ended),
+        ("b", "vLLM", "4", *ended),
+    ]
+    assert pages.rows("part-commands") == [("a", "`run a`"), ("b", "`run b`")]
 
 
 def test_results_of_fuzzing_have_their_own_table(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun
 from dualpath.engine.control.link import ControlLink, ZmqRouterConnection
+from dualpath.engine.threads import LEAVE_S, OS_THREADS, TimeLimit
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.service import RouterService
@@ -75,7 +76,7 @@ class LinkedEngine:
     def close(self) -> None:
         self.engine.outbox.put(None)  # type: ignore[arg-type]  # ends the forwarder
         self.forwarder.join(GUARD_S)
-        self.link.close(control.Deregister(reason="test over"))
+        self.link.close(control.Deregister(reason="test over"), TimeLimit(OS_THREADS, LEAVE_S))
 
 
 class ToyCalls:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError
 from dualpath.core.runs import HitRun
+from dualpath.engine.passes.prefill_passes import RELEASED
 from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.threads import Thread
 from dualpath.plan.steps import chunk_of
@@ -346,9 +347,18 @@ class PrefillEngine:
             return self._computed.popleft() if self._computed else None
 
     def _end(self, running: RunningPass) -> PassResult:
-        """Return the result of a pass on all ranks, including their findings."""
+        """Return the result of a pass on all ranks, including their findings.
+
+        Findings about a request that was released in mid-pass are dropped: the slots from which
+        other ranks loaded its KV may have been reused (``ForwardPass.failed``).
+        """
         result, findings = self._passes.end(running)
-        for rank, (found, counts) in enumerate(findings):
+        for rank, (everything, counts) in enumerate(findings):
+            found = {
+                request_id: message
+                for request_id, message in everything.items()
+                if result.failures.get(request_id) != RELEASED
+            }
             self._plane.report_wrong(found.values())
             result.wrong.update(found)
             if rank:

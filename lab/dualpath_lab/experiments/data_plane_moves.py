@@ -28,6 +28,7 @@ from dualpath.engine.passes.hbm_layout import shared_layers
 from dualpath.engine.passes.layer_stream import LayerSettings
 from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.threads import LEAVE_S, OS_THREADS, TimeLimit
 from dualpath.storage.memory import MemoryStorage
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import allocate_registered
@@ -190,7 +191,7 @@ class _Engine:
         )
 
     def close(self) -> None:
-        self.manager.close()
+        self.manager.close(TimeLimit(OS_THREADS, LEAVE_S))
 
 
 class _DecodeEngine(_Engine):

@@ -6,7 +6,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -122,8 +122,11 @@ def process_resources(pid: int) -> ProcessResources:
         return ProcessResources(pid, 0, 0)
 
 
-#: Texts that no log may contain: the verifier's message for wrong KV, and uncaught exceptions.
-_WRONG_KV = "this is a bug in the data path"
+#: The verifier's message for wrong KV, and the router's for an attempt that failed.
+_BUG = "this is a bug in the data path"
+_WRONG_KV = re.compile(rf"request (\w+-\w+)(?:\.(\d+))?: KV of .* {_BUG}")
+_FAILED = re.compile(rf"request (\w+-\w+): attempt (\d+) failed (?!.*{_BUG})")
+#: A text that no log may contain: that of an uncaught exception.
 _TRACEBACK = "Traceback (most recent call last)"
 _TICK_S = 5.0
 #: The last line of a traceback, after the prefix that vLLM's logging adds to every line.
@@ -138,7 +141,8 @@ class CampaignResult(CampaignSummary, frozen=True, kw_only=True):
 
     ``missed`` counts faults at steps not reached in time, by component and step; ``leaks``
     are resources still held by the idle cluster; ``problems`` counts processes that did not end or
-    restart as they should; ``wrong_kv`` and ``tracebacks`` count lines of logs.
+    restart as they should; ``tracebacks`` counts lines of logs.  ``wrong_kv`` and ``stale_kv``
+    count what engines found wrong: see ``count_wrong_kv``.
     """
 
     engines: str = ""
@@ -150,6 +154,7 @@ class CampaignResult(CampaignSummary, frozen=True, kw_only=True):
     refused_blocks: int
     damaged_blocks: int
     wrong_kv: int = 0
+    stale_kv: int = 0
     tracebacks: dict[str, int] = msgspec.field(default_factory=dict)
     seconds: float
 
@@ -314,7 +319,11 @@ class Campaign:
 
     def _result(self, seconds: float) -> CampaignResult:
         good, refused = loaded_blocks(self._cluster.tallies)
-        logs = [self._cluster.log(name) for name in self._cluster.names]
+        cluster = self._cluster
+        logs = [cluster.log(name) for name in cluster.names]
+        of_engines = [cluster.log(name) for name in cluster.engines]
+        others = [log for log in logs if log not in of_engines]
+        wrong_kv, stale_kv = count_wrong_kv(of_engines, others)
         summary = summarize(
             *(self._load.turns, self._made, self._load_settings.request_deadline_s),
             Component.FRONT_END if self._settings.front_ends else Component.ROUTER,
@@ -332,10 +341,25 @@ class Campaign:
             loaded_blocks=good,
             refused_blocks=refused,
             damaged_blocks=sum(made.damaged_blocks for made in self._made),
-            wrong_kv=sum(log.read_text(errors="replace").count(_WRONG_KV) for log in logs),
+            wrong_kv=wrong_kv,
+            stale_kv=stale_kv,
             tracebacks=dict(Counter(last for log in logs for last in _last_lines(log))),
             seconds=seconds,
         )
+
+
+def count_wrong_kv(engines: Sequence[Path], routers: Sequence[Path]) -> tuple[int, int]:
+    """Return how often the logs of engines report wrong KV, and how often for stale attempts.
+
+    A prefill engine that was stopped or cut off goes on for a moment with an attempt that the
+    router has ended as failed, and reads slots that the decode engine has reused.  Nothing of such
+    an attempt is used.
+    """
+    text = "\n".join(log.read_text(errors="replace") for log in routers)
+    failed = set(_FAILED.findall(text))
+    found = [one for log in engines for one in _WRONG_KV.findall(log.read_text(errors="replace"))]
+    stale = sum((request_id, number or "1") in failed for request_id, number in found)
+    return len(found) - stale, stale
 
 
 def _last_lines(log: Path) -> Iterator[str]:

@@ -6,11 +6,12 @@ a relay for each, so that any of these connections can be reset.  Restarts do no
 
 import asyncio
 import contextlib
+import ctypes
 import enum
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -74,6 +75,76 @@ class ClusterClient:
             return None
 
 
+# ----------------------------------------------------------------------------------------- packets
+# The kernel drops the packets that arrive for a TCP port, as a firewall does.  A filter of a socket
+# needs no privilege, and a process may set it on the sockets of processes that it could trace.
+
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_PIDFD_GETFD = 438
+#: One instruction of a classic BPF program: return 0, which accepts no byte of a packet.
+_instruction = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
+_DROP_ALL = struct.pack("@HP", 1, ctypes.addressof(_instruction))
+_libc = ctypes.CDLL(None, use_errno=True)
+_RESCAN_S = 0.05
+
+
+def port_sockets(pid: int, port: int) -> Iterator[socket.socket]:
+    """Yield a duplicate of each TCP socket of a process that has ``port`` as its local port.
+
+    It is closed when the next one is asked for.  Raises ``OSError`` if this process may not trace
+    that one.
+    """
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if not os.readlink(entry).startswith("socket:"):
+                    continue
+                found = _libc.syscall(_PIDFD_GETFD, process, int(entry.name), 0)
+                if found < 0:
+                    raise OSError(ctypes.get_errno(), f"cannot copy a socket of process {pid}")
+                with socket.socket(fileno=found) as copy:
+                    internet = copy.family in (socket.AF_INET, socket.AF_INET6)
+                    if internet and copy.getsockname()[1] == port:
+                        yield copy
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # the process has ended
+    finally:
+        os.close(process)
+
+
+@contextlib.asynccontextmanager
+async def dropped_packets(processes: Callable[[], Iterable[int]], port: int) -> AsyncIterator[None]:
+    """Drop every packet that arrives at ``port`` of these processes, until the context ends.
+
+    So connections to it cannot be opened, and on open ones the peer gets no acknowledgement.
+    """
+
+    def change(option: int, content: bytes | int) -> None:
+        for pid in processes():
+            for found in port_sockets(pid, port):
+                with contextlib.suppress(FileNotFoundError):  # it has no filter
+                    found.setsockopt(socket.SOL_SOCKET, option, content)
+
+    async def rescan() -> None:
+        while True:  # a connection that was accepted later has no filter yet
+            change(_SO_ATTACH_FILTER, _DROP_ALL)
+            await asyncio.sleep(_RESCAN_S)
+
+    change(_SO_ATTACH_FILTER, _DROP_ALL)
+    rescanning = asyncio.create_task(rescan())
+    try:
+        yield
+    finally:
+        rescanning.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await rescanning
+        change(_SO_DETACH_FILTER, 0)
+
+
 # ------------------------------------------------------------------------------------------- proxy
 # A TCP relay between two processes of a cluster that can reset its connections or be silent.
 
@@ -117,10 +188,7 @@ class Relay:
 
     @contextlib.contextmanager
     def silent(self, directions: Collection[Direction]) -> Iterator[None]:
-        """Accept connections and hold all bytes in these directions, until the context ends.
-
-        For both ends this is a network that drops packets.
-        """
+        """Accept connections and hold all bytes in these directions, until the context ends."""
         for direction in directions:
             self._passes[direction].clear()
         try:
@@ -128,6 +196,10 @@ class Relay:
         finally:
             for direction in directions:
                 self._passes[direction].set()
+
+    def drop_packets(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Drop all packets of clients, until the context ends."""
+        return dropped_packets(lambda: (os.getpid(),), int(self.address.rpartition(":")[2]))
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Cancelled only when the event loop ends.
@@ -216,8 +288,11 @@ class ChaosCluster:
         self._rendezvous_ports = {name: claim_port() for name in self.engines}
         self._control_port = claim_port()
         self._front_ends_port = claim_port() if settings.front_ends else None
+        front_ends = self.process_names.front_ends
         self.clients = Relay(self._ports[_FRONT_ENDS if settings.front_ends else ROUTER])
+        #: Of engines and front ends to the scheduler.
         self.control = {name: Relay(self._control_port) for name in self.engines}
+        self.control |= {name: Relay(self._front_ends_port or 0) for name in front_ends}
         self.http = {name: Relay(self._ports[name]) for name in self.engines}
 
     @property
@@ -299,6 +374,17 @@ class ChaosCluster:
         group = os.getpgid(pid)
         return next(p for p in map(local, self._supervisor.processes) if p.pid == group)
 
+    def drop_http(self, name: str) -> contextlib.AbstractAsyncContextManager[None]:
+        """Drop all packets to the port at which an engine is called, until the context ends."""
+        if self._engines.http_relayed:
+            return self.http[name].drop_packets()
+
+        def group() -> list[int]:
+            leader = self.process(name).pid
+            return [pid for pid, stat in all_processes() if stat.group == leader]
+
+        return dropped_packets(group, self._ports[name])
+
     async def group_ended(self, group: int, timeout_s: float) -> bool:
         """Wait until all processes of a process group, such as an engine's ranks, have ended."""
         deadline_s = asyncio.get_running_loop().time() + timeout_s
@@ -350,8 +436,9 @@ class ChaosCluster:
         if component is Component.ROUTER:
             return self._engines.router(process, self._ports[ROUTER], limits, self.log(name))
         if component is Component.FRONT_END:
+            link = f"tcp://{self.control[name].address}"
             return self._engines.front_end(
-                process, self._ports[_FRONT_ENDS], limits, self.log(name)
+                process, self._ports[_FRONT_ENDS], link, limits, self.log(name)
             )
         role, names = self._role(name)
         group = self.group(name)

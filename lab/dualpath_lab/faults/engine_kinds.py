@@ -58,7 +58,7 @@ class EnginesUnderTest(Protocol):
     Clients call the model ``model``; its token ids are below ``vocab_size``.  Blocks have
     ``block_tokens``.  If agents can only repeat prompts of which the answers were recorded, each
     repeats ``conversations`` conversations; None: any prompt.  ``impossible`` faults are not
-    injected.
+    injected.  ``http_relayed``: engines are called through a relay.
     """
 
     kind: EngineKind
@@ -67,6 +67,7 @@ class EnginesUnderTest(Protocol):
     block_tokens: int
     conversations: int | None
     impossible: frozenset[Fault]
+    http_relayed: bool
 
     @property
     def described(self) -> str:
@@ -84,9 +85,12 @@ class EnginesUnderTest(Protocol):
         ...
 
     def front_end(
-        self, process: ProcessSettings, port: int, limits: RouterSettings, log: Path
+        self, process: ProcessSettings, port: int, link: str, limits: RouterSettings, log: Path
     ) -> LocalProcess:
-        """Start a front end of the router with these limits; all of them serve at ``port``."""
+        """Start a front end of the router with these limits; all of them serve at ``port``.
+
+        ``link`` is the address at which it reaches the router.
+        """
         ...
 
     def engine(self, process: ProcessSettings, at: EngineLaunch, log: Path) -> LocalProcess:
@@ -109,10 +113,13 @@ class EmulatedEngines:
     model = "emulated"
     vocab_size = _EMULATED_VOCABULARY
     conversations: int | None = None
-    impossible: frozenset[Fault] = frozenset()
+    http_relayed = True
 
     def __init__(self, settings: EmulatedEnginesSettings) -> None:
         self._settings = settings
+        has_ranks = max(map(settings.ranks, Role)) > 1
+        #: An engine without ranks is one process, which other faults kill and stop.
+        self.impossible = frozenset() if has_ranks else frozenset({Fault.KILL_ONE, Fault.STOP_ONE})
         self.block_tokens = settings.block_tokens
 
     @property
@@ -141,12 +148,12 @@ class EmulatedEngines:
         return _forked(process, command, log, _EMULATED_MODULES)
 
     def front_end(
-        self, process: ProcessSettings, port: int, limits: RouterSettings, log: Path
+        self, process: ProcessSettings, port: int, link: str, limits: RouterSettings, log: Path
     ) -> LocalProcess:
         """See ``EnginesUnderTest``."""
-        link = LinkSettings(f"tcp://127.0.0.1:{limits.front_ends_port}", process.process, True)
+        linked = LinkSettings(link, process.process, True)
         own = msgspec.structs.replace(limits, front_ends_port=None, standby_lock="")
-        command = ["emulate", "frontend", "--port", str(port), *arguments(link), *arguments(own)]
+        command = ["emulate", "frontend", "--port", str(port), *arguments(linked), *arguments(own)]
         return _forked(process, command, log, _EMULATED_MODULES)
 
     def engine(self, process: ProcessSettings, at: EngineLaunch, log: Path) -> LocalProcess:
@@ -202,6 +209,7 @@ class VllmEngines:
     kind = EngineKind.VLLM
     vocab_size = VOCABULARY_TOKENS
     #: An engine registers once its HTTP address answers; behind a relay it always does.
+    http_relayed = False
     impossible: frozenset[Fault] = frozenset({Fault.RESET_HTTP, Fault.SILENT_HTTP})
 
     def __init__(self, settings: VllmEnginesSettings) -> None:
@@ -217,6 +225,8 @@ class VllmEngines:
             block_tokens=settings.block_tokens,
             hbm_bytes=settings.hbm_bytes,
             buffer_bytes=settings.buffer_bytes,
+            prefill_tp=settings.prefill_tp,
+            decode_tp=settings.decode_tp,
         )
         self.model = self._cluster.model
         self.block_tokens = settings.block_tokens
@@ -226,7 +236,8 @@ class VllmEngines:
         """See ``EnginesUnderTest``."""
         return (
             "engines are vLLM's CPU build with a tiny random model in float32; expected "
-            f"tokens were recorded in a run without faults; blocks of {self.block_tokens} tokens"
+            f"tokens were recorded in a run without faults; blocks of {self.block_tokens} tokens; "
+            f"a PE has {self._cluster.prefill_tp} and a DE {self._cluster.decode_tp} ranks"
         )
 
     def ranks(self, role: Role) -> int:
@@ -242,7 +253,7 @@ class VllmEngines:
         return _forked(process, [*command[:2], *arguments(limits), *command[2:]], log, VLLM_MODULES)
 
     def front_end(
-        self, process: ProcessSettings, port: int, limits: RouterSettings, log: Path
+        self, process: ProcessSettings, port: int, link: str, limits: RouterSettings, log: Path
     ) -> LocalProcess:
         """See ``EnginesUnderTest``; ``ChaosSettings`` refuses them."""
         raise NotImplementedError

@@ -18,8 +18,8 @@ import msgspec
 
 from dualpath_lab.faults.matrix import Fault, Step
 
-#: A campaign that has died must not pause a process for ever.
-_MOST_WAIT_S = 15.0
+#: A campaign that hangs must not pause a process for ever.
+_MOST_WAIT_S = 60.0
 
 
 class Identify(msgspec.Struct, frozen=True, tag=True):
@@ -30,9 +30,10 @@ class Identify(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reached(msgspec.Struct, frozen=True, tag=True):
-    """A process has paused at the step that was armed with this ticket."""
+    """A thread of a process has paused at the step that was armed with this ticket."""
 
     ticket: int
+    thread: str
 
 
 class Arm(msgspec.Struct, frozen=True, tag=True):
@@ -79,7 +80,6 @@ class FailpointClient:
         self._armed: Arm | None = None
         self._left = 0
         self._lock = threading.Lock()
-        self._resume = threading.Event()
         self._connect()
         os.register_at_fork(after_in_child=self._connect)
 
@@ -100,8 +100,9 @@ class FailpointClient:
             if self._left > 0:
                 return
             self._armed = None
-        self._socket.sendall(line(Reached(armed.ticket)))
-        self._resume.wait(_MOST_WAIT_S)
+            resumed = self._paused[armed.ticket] = threading.Event()
+        self._socket.sendall(line(Reached(armed.ticket, threading.current_thread().name)))
+        resumed.wait(_MOST_WAIT_S)
 
     def expects(self, step: Step) -> bool:
         """Whether this step is armed."""
@@ -110,6 +111,8 @@ class FailpointClient:
 
     def _connect(self) -> None:
         self._armed = None
+        #: Of paused threads by ticket; a thread that hangs is no obstacle to the next fault.
+        self._paused: dict[int, threading.Event] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(self._path)
         self._socket.sendall(line(Identify(self._process, os.getpid())))
@@ -120,20 +123,27 @@ class FailpointClient:
         with self._socket.makefile("rb") as lines:
             for received in lines:
                 self._take(decoder.decode(received))
-        self._resume.set()
+        for ticket in [*self._paused]:
+            self._resume(ticket)
 
     def _take(self, message: ToProcess) -> None:
         match message:
             case DiskFault():
                 self.disk = message
             case Resume():
-                self._armed = None
-                self._resume.set()
+                self._resume(message.ticket)
             case Arm():
                 with self._lock:
-                    self._resume.clear()
                     self._left = message.passes
                     self._armed = message
+
+    def _resume(self, ticket: int) -> None:
+        with self._lock:
+            if self._armed is not None and self._armed.ticket == ticket:
+                self._armed = None
+            resumed = self._paused.pop(ticket, None)
+        if resumed is not None:
+            resumed.set()
 
 
 # ------------------------------------------------------------------------------------------- watch
@@ -159,10 +169,11 @@ class _Connection:
 
 
 class PausedProcess:
-    """A process that has paused at the armed step, until ``resume``."""
+    """A process of which a thread has paused at the armed step, until ``resume``."""
 
-    def __init__(self, pid: int, connection: _Connection, ticket: int) -> None:
+    def __init__(self, pid: int, thread: str, connection: _Connection, ticket: int) -> None:
         self.pid = pid
+        self.thread = thread
         self._connection = connection
         self._ticket = ticket
 
@@ -243,4 +254,6 @@ class FailpointServer:
         if paused is None or paused.done():
             connection.send(Resume(reached.ticket))  # the wait for it has timed out
         else:
-            paused.set_result(PausedProcess(connection.pid, connection, reached.ticket))
+            paused.set_result(
+                PausedProcess(connection.pid, reached.thread, connection, reached.ticket)
+            )

@@ -58,13 +58,17 @@ _ENGINE_POINTS = (
     Failpoint(Step.READING, "dualpath.storage.posix:PosixStorage.read"),
     Failpoint(Step.RELEASING, _HANDLE, "Release"),
 )
+#: A transfer of KV is over; on the thread that moves KV.
+_MOVED = "dualpath.engine.passes.pump:Completion.finish"
 _PREFILL_POINTS = (
+    Failpoint(Step.PREFILLING, _MOVED),
     Failpoint(Step.PREFILLING, "dualpath.engine.passes.forward_pass:ForwardPass.computed"),
     Failpoint(Step.HANDING_OVER, "dualpath.engine.control.traffic_manager:TrafficManager.sent"),
 )
 _DECODE_POINTS = (
     Failpoint(Step.HANDING_OVER, "dualpath.engine.control.transfer_checks:TransferChecks.check"),
     Failpoint(Step.H2D, "dualpath.engine.control.traffic_manager:TrafficManager.fill_hbm"),
+    Failpoint(Step.H2D, _MOVED),
 )
 _PREFILL_RANK = (
     Failpoint(Step.PREFILLING, "dualpath.engine.ranks.follower:FollowedPass.computed"),

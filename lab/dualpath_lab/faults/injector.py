@@ -18,6 +18,7 @@ from dualpath.launch.process import all_processes
 from dualpath.storage.posix import object_name
 from dualpath_lab.faults.cluster import ChaosCluster, Direction
 from dualpath_lab.faults.failpoint_channel import DiskFault, FailpointServer, PausedProcess
+from dualpath_lab.faults.failpoints import EngineKind
 from dualpath_lab.faults.load import Load
 from dualpath_lab.faults.matrix import CORRUPTIONS, Component, Fault, PlannedFault
 
@@ -99,6 +100,7 @@ class InjectedFault(msgspec.Struct, frozen=True):
 
     ``problem`` describes a recovery that failed; times are of the monotonic clock, and a kill
     begins with the signal.  ``answered_s`` is when a router answered again after one had ended.
+    ``part`` is the process or thread of an engine that was hit, if not all of the engine was.
     """
 
     planned: PlannedFault
@@ -107,6 +109,26 @@ class InjectedFault(msgspec.Struct, frozen=True):
     problem: str = ""
     damaged_blocks: int = 0
     answered_s: float | None = None
+    part: str = ""
+
+
+#: How vLLM names the processes that an HTTP server starts.
+_CORE_TITLE = b"VLLM::EngineCore"
+
+
+def part_name(pid: int, leader: int, kind: EngineKind) -> str:
+    """Return which part of an engine a process is; ``leader`` is the process that was started."""
+    if pid == leader:
+        return "HTTP server" if kind is EngineKind.VLLM else "first rank"
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(_CORE_TITLE):
+            return "engine core"
+    return "rank"
+
+
+def thread_name(paused: PausedProcess, engine: str) -> str:
+    """Return which thread of an engine has paused, without its number and the engine's name."""
+    return f"thread {paused.thread.removeprefix(f'{engine}-').rstrip('-0123456789')}"
 
 
 class FaultInjector:
@@ -128,18 +150,23 @@ class FaultInjector:
         if paused is None:
             return None
         begin_s = time.monotonic()
-        problem, damaged = "", 0
+        problem, damaged, part = "", 0, ""
         match planned.fault:
-            case Fault.KILL | Fault.TERMINATE:
+            case Fault.KILL | Fault.KILL_ONE | Fault.TERMINATE:
                 return await self._end_and_restart(planned, paused)
             case Fault.OTHER_ROLE:
                 problem = await self._change_roles(planned, paused)
             case Fault.STOP:
                 problem = await self._stop(planned, paused)
             case Fault.STOP_ONE:
-                problem = await self._stop_one(planned, paused)
+                problem, part = await self._stop_one(planned, paused)
+            case Fault.HANG:
+                part = thread_name(paused, planned.engine)
+                problem = await self._hang(planned, paused)
             case Fault.SILENT_CONTROL | Fault.SILENT_HTTP:
                 problem = await self._silence(planned, paused)
+            case Fault.DROP_CONTROL | Fault.DROP_HTTP:
+                problem = await self._drop_packets(planned, paused)
             case Fault.RESET_CONTROL | Fault.RESET_HTTP | Fault.RESET_CLIENTS:
                 problem = await self._reset(planned, paused)
             case fault if fault in CORRUPTIONS or fault is Fault.REMOVED:
@@ -147,18 +174,22 @@ class FaultInjector:
                 paused.resume()
             case _:
                 await self._disk_fault(planned, paused)
-        return InjectedFault(planned, begin_s, time.monotonic(), problem, damaged)
+        return InjectedFault(planned, begin_s, time.monotonic(), problem, damaged, part=part)
 
     async def _end_and_restart(self, planned: PlannedFault, paused: PausedProcess) -> InjectedFault:
         cluster, process = self._cluster, self._cluster.owner_of(paused.pid)
         name, ends_router = process.name, planned.component is Component.ROUTER
         # A router has no epoch, and a paused one does not answer.
         old_epoch = await cluster.epoch(name) if planned.component.is_engine else None
+        part, killed = "", paused.pid
+        if planned.fault is Fault.KILL_ONE:
+            killed = self._one_process(planned, paused)
+            part = part_name(killed, process.pid, cluster.settings.engines)
         begin_s = time.monotonic()
-        if planned.fault is Fault.KILL:
-            os.kill(paused.pid, signal.SIGKILL)
-        else:
+        if planned.fault is Fault.TERMINATE:
             process.terminate()
+        else:
+            os.kill(killed, signal.SIGKILL)
         paused.resume()
         code = await cluster.wait_ended(name, _END_S)
         problem = ""
@@ -179,7 +210,8 @@ class FaultInjector:
         if not await self._recovered(planned, old_epoch):
             problem = problem or f"not back {_BACK_S:g} s after its restart"
         # The campaign restarts, and reports, other processes that have ended meanwhile.
-        return InjectedFault(planned, begin_s, time.monotonic(), problem, answered_s=answered_s)
+        end_s = time.monotonic()
+        return InjectedFault(planned, begin_s, end_s, problem, answered_s=answered_s, part=part)
 
     async def _change_roles(self, planned: PlannedFault, paused: PausedProcess) -> str:
         """Change an engine's group to the other role and back; return what failed."""
@@ -232,23 +264,38 @@ class FaultInjector:
                     os.killpg(group, number)
                 await asyncio.sleep(wait_s)
         paused.resume()
-        return "" if await self._recovered(planned) else f"not back {_BACK_S:g} s after SIGCONT"
+        return await self._not_back(planned, "SIGCONT")
 
-    async def _stop_one(self, planned: PlannedFault, paused: PausedProcess) -> str:
-        """Stop one of an engine's processes: API server, engine core or a rank."""
+    def _one_process(self, planned: PlannedFault, paused: PausedProcess) -> int:
+        """Return one of an engine's processes: HTTP server, engine core or a rank."""
         group = self._cluster.owner_of(paused.pid).pid
         members = sorted(pid for pid, s in all_processes() if s.group == group and not s.is_zombie)
-        pid = random.Random(planned.number).choice(members or [paused.pid])
+        return random.Random(planned.number).choice(members or [paused.pid])
+
+    async def _stop_one(self, planned: PlannedFault, paused: PausedProcess) -> tuple[str, str]:
+        """Stop one of an engine's processes; return what failed, and which part it is."""
+        pid = self._one_process(planned, paused)
+        leader = self._cluster.owner_of(paused.pid).pid
+        part = part_name(pid, leader, self._cluster.settings.engines)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
             paused.resume()  # The others go on.
             await asyncio.sleep(planned.lasts_s)
             os.kill(pid, signal.SIGCONT)
         paused.resume()
-        return "" if await self._recovered(planned) else f"not back {_BACK_S:g} s after SIGCONT"
+        return await self._not_back(planned, "SIGCONT"), part
+
+    async def _hang(self, planned: PlannedFault, paused: PausedProcess) -> str:
+        """Leave the thread that has paused where it is; its process goes on without it."""
+        await asyncio.sleep(planned.lasts_s)
+        paused.resume()
+        return await self._not_back(planned, "its thread goes on")
 
     async def _silence(self, planned: PlannedFault, paused: PausedProcess) -> str:
-        """Let nothing pass to or from one port of an engine, or only in one direction."""
+        """Pass no bytes to or from one port of an engine, or in one direction only.
+
+        Its relay accepts connections meanwhile, as a server that hangs.
+        """
         cluster = self._cluster
         relays = cluster.http if planned.fault is Fault.SILENT_HTTP else cluster.control
         directions = random.Random(planned.number).choice(
@@ -257,18 +304,31 @@ class FaultInjector:
         with relays[planned.process].silent(directions):
             paused.resume()
             await asyncio.sleep(planned.lasts_s)
-        return "" if await self._recovered(planned) else f"not back {_BACK_S:g} s after the silence"
+        return await self._not_back(planned, "the silence")
+
+    async def _drop_packets(self, planned: PlannedFault, paused: PausedProcess) -> str:
+        """Drop all packets to a port: an engine's HTTP port, or the scheduler's port for it."""
+        cluster, name = self._cluster, planned.process
+        if planned.fault is Fault.DROP_CONTROL:
+            dropped = cluster.control[name].drop_packets()
+        else:
+            dropped = cluster.drop_http(name)
+        async with dropped:
+            paused.resume()
+            await asyncio.sleep(planned.lasts_s)
+        return await self._not_back(planned, "the last dropped packet")
 
     async def _reset(self, planned: PlannedFault, paused: PausedProcess) -> str:
         name, cluster = planned.process, self._cluster
-        relay = {
-            Fault.RESET_CONTROL: cluster.control[name],
-            Fault.RESET_HTTP: cluster.http[name],
-            Fault.RESET_CLIENTS: cluster.clients,
-        }[planned.fault]
-        relay.reset()
+        match planned.fault:
+            case Fault.RESET_CONTROL:
+                cluster.control[name].reset()
+            case Fault.RESET_HTTP:
+                cluster.http[name].reset()
+            case _:
+                cluster.clients.reset()
         paused.resume()
-        return "" if await self._recovered(planned) else f"not back {_BACK_S:g} s after the reset"
+        return await self._not_back(planned, "the reset")
 
     async def _disk_fault(self, planned: PlannedFault, paused: PausedProcess) -> None:
         share = _IO_ERROR_SHARE if planned.fault is Fault.IO_ERROR else 1.0
@@ -294,6 +354,10 @@ class FaultInjector:
         wanted = max(_BLOCKS_HIT, int(len(files) * _BLOCKS_SHARE))
         hit = chance.sample(files, min(wanted, len(files)))
         return await asyncio.to_thread(corrupt, hit, planned.fault, chance)
+
+    async def _not_back(self, planned: PlannedFault, after: str) -> str:
+        """Wait until what was hit has recovered; return the problem if it does not."""
+        return "" if await self._recovered(planned) else f"not back {_BACK_S:g} s after {after}"
 
     async def _recovered(self, planned: PlannedFault, old_epoch: str | None = None) -> bool:
         """Wait until an engine has re-registered; after a fault of the router, until all have."""

@@ -55,8 +55,10 @@ class Fault(enum.StrEnum):
     """The fault that is injected."""
 
     KILL = "SIGKILL"
+    KILL_ONE = "SIGKILL of one process"
     STOP = "SIGSTOP"
     STOP_ONE = "SIGSTOP of one process"
+    HANG = "hanging thread"
     TERMINATE = "SIGTERM"
     OTHER_ROLE = "other role"
     RESET_CONTROL = "reset control"
@@ -64,6 +66,8 @@ class Fault(enum.StrEnum):
     RESET_CLIENTS = "reset clients"
     SILENT_CONTROL = "silent control"
     SILENT_HTTP = "silent HTTP"
+    DROP_CONTROL = "dropped control"
+    DROP_HTTP = "dropped HTTP"
     FULL = "full"
     IO_ERROR = "EIO"
     SLOW = "slow"
@@ -76,25 +80,33 @@ class Fault(enum.StrEnum):
 
 
 _SIGNALS = (Fault.KILL, Fault.STOP, Fault.TERMINATE)
+#: Of an engine's processes (API server, engine core, a rank) or of its threads.
+_PARTS = (Fault.KILL_ONE, Fault.STOP_ONE, Fault.HANG)
 FAULTS_OF = {
     Component.ROUTER: _SIGNALS,
-    # STOP_ONE: API server, engine core or a rank.  OTHER_ROLE: to the other role and back again.
-    Component.PREFILL: (*_SIGNALS, Fault.STOP_ONE, Fault.OTHER_ROLE),
-    Component.DECODE: (*_SIGNALS, Fault.STOP_ONE, Fault.OTHER_ROLE),
+    # OTHER_ROLE: to the other role and back again.
+    Component.PREFILL: (*_SIGNALS, *_PARTS, Fault.OTHER_ROLE),
+    Component.DECODE: (*_SIGNALS, *_PARTS, Fault.OTHER_ROLE),
     Component.STORAGE: (
         *(Fault.FULL, Fault.IO_ERROR, Fault.SLOW, Fault.READ_ONLY, Fault.REMOVED),
         *(Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED, Fault.NO_FILE),
     ),
     Component.CONNECTION: (
         *(Fault.RESET_CONTROL, Fault.RESET_HTTP, Fault.RESET_CLIENTS),
-        *(Fault.SILENT_CONTROL, Fault.SILENT_HTTP),
+        *(Fault.SILENT_CONTROL, Fault.SILENT_HTTP, Fault.DROP_CONTROL, Fault.DROP_HTTP),
     ),
     # SIGTERM goes to an engine's first rank, which ends the others.
-    Component.PREFILL_RANK: (Fault.KILL, Fault.STOP),
-    Component.DECODE_RANK: (Fault.KILL, Fault.STOP),
-    Component.FRONT_END: _SIGNALS,
+    Component.PREFILL_RANK: (Fault.KILL, Fault.STOP, Fault.HANG),
+    Component.DECODE_RANK: (Fault.KILL, Fault.STOP, Fault.HANG),
+    # Control is its connection to the scheduler.
+    Component.FRONT_END: (
+        *(*_SIGNALS, Fault.RESET_CONTROL, Fault.SILENT_CONTROL, Fault.DROP_CONTROL),
+    ),
 }
-_SILENCES = (Fault.STOP_ONE, Fault.SILENT_CONTROL, Fault.SILENT_HTTP)
+_SILENCES = (
+    *(Fault.STOP_ONE, Fault.HANG),
+    *(Fault.SILENT_CONTROL, Fault.SILENT_HTTP, Fault.DROP_CONTROL, Fault.DROP_HTTP),
+)
 #: Faults of stored blocks at rest.
 CORRUPTIONS = frozenset({Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED, Fault.NO_FILE})
 
@@ -122,8 +134,9 @@ RANK_MARK = "/"
 #: Shorter and longer than an engine's time-out.
 _STOP_S = (0.3, 1.5, 6.0)
 _STORAGE_S = (0.3, 1.0, 2.0)
-#: Shorter and longer than the router needs to notice a part of an engine that is silent.
-_SILENT_S = (1.5, 6.0, 15.0)
+#: Shorter and longer than the router needs to notice a part of an engine that is silent, and
+#: longer than the default deadline of a request.
+_SILENT_S = (1.5, 6.0, 15.0, 40.0)
 
 
 class PlannedFault(msgspec.Struct, frozen=True, kw_only=True):

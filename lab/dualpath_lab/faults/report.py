@@ -137,6 +137,7 @@ def _requests(result: CampaignResult) -> Table:
         ("blocks loaded and verified", f"{result.loaded_blocks:,}"),
         ("blocks damaged on disk", f"{result.damaged_blocks:,}"),
         ("blocks refused when read", f"{result.refused_blocks:,}"),
+        ("attempts found wrong after they had failed", f"{result.stale_kv:,}"),
     ]
     return Table("Requests and blocks", ("outcome", "number"), tuple(rows))
 

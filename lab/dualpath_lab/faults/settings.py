@@ -80,6 +80,10 @@ class VllmEnginesSettings(Settings, frozen=True, kw_only=True):
     block_tokens: Annotated[int, Setting("tokens of a Full Block", ge=1)] = 32
     hbm_bytes: Annotated[int, Setting("bytes of KV in HBM per engine", ge=1)] = 256 << 20
     buffer_bytes: Annotated[int, Setting("bytes of a PE or DE buffer", ge=1)] = 256 << 20
+    prefill_tp: Annotated[
+        int, Setting("ranks of a PE: processes that are killed and stopped one by one", ge=1)
+    ] = 1
+    decode_tp: Annotated[int, Setting("ranks of a DE, as prefill_tp", ge=1)] = 1
 
 
 class ChaosSettings(Settings, frozen=True, kw_only=True):

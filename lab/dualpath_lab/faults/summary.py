@@ -82,7 +82,8 @@ _Cell = tuple[Component, Step, Fault]
 class CellCount(msgspec.Struct, kw_only=True):
     """Counts of one cell of the matrix: its faults, and the outcomes of overlapping requests.
 
-    A request counts in every cell of which it overlapped a fault.
+    A request counts in every cell of which it overlapped a fault.  ``parts`` counts which process
+    or thread of an engine was hit, in cells of which the faults hit one.
     """
 
     component: Component
@@ -92,15 +93,16 @@ class CellCount(msgspec.Struct, kw_only=True):
     missed: int = 0
     damaged_blocks: int = 0
     outcomes: dict[Outcome, int] = msgspec.field(default_factory=dict)
+    parts: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class CampaignSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of the requests of a whole campaign.
 
     ``lost_to_single_fault`` are requests that failed although they overlapped only one fault,
-    which ended or stopped one engine; ``router_back`` are the times after kills of routers;
-    ``examples`` counts error messages.  Those that were published in an older format lack what has
-    a default.
+    which ended, stopped or cut off one engine; ``router_back`` are the times after kills of
+    routers; ``examples`` counts error messages.  Those that were published in an older format lack
+    what has a default.
     """
 
     outcomes: dict[Outcome, int]
@@ -131,6 +133,8 @@ def summarize(
         cell = cells.setdefault(_cell(fault), CellCount(component=component, step=step, fault=kind))
         cell.made += 1
         cell.damaged_blocks += fault.damaged_blocks
+        if fault.part:
+            cell.parts[fault.part] = cell.parts.get(fault.part, 0) + 1
     outcomes: Counter[Outcome] = Counter()
     examples: Counter[str] = Counter()
     lost = []
@@ -148,7 +152,7 @@ def summarize(
             examples[f"{outcome.value}: {_without_ids(turn.answer.detail)}"] += 1
         if (
             len(met) == 1
-            and _ends_an_engine(met[0])
+            and _hits_one_engine(met[0])
             and outcome not in (Outcome.WELL, Outcome.LEFT)
         ):
             detail = _without_ids(turn.answer.detail)
@@ -199,8 +203,12 @@ def _cuts_clients(fault: InjectedFault, client_side: Component) -> bool:
     )
 
 
-def _ends_an_engine(fault: InjectedFault) -> bool:
-    return fault.planned.component.is_engine
+def _hits_one_engine(fault: InjectedFault) -> bool:
+    """Whether the fault takes away one engine, or the connection to one."""
+    planned = fault.planned
+    if planned.component is Component.CONNECTION:
+        return planned.fault is not Fault.RESET_CLIENTS
+    return planned.component.is_engine
 
 
 def _cell(fault: InjectedFault) -> _Cell:

@@ -141,6 +141,12 @@ class OsThreads:
 OS_THREADS = OsThreads()
 
 
+#: Limit of all that a rank of an engine does when it leaves: less than vLLM's
+#: ``--shutdown-timeout``, as vLLM needs seconds afterwards to release its own memory, and less than
+#: the 5 s after which vLLM ends the ranks of an engine.
+LEAVE_S = 4.0
+
+
 class TimeLimit:
     """One limit of ``seconds`` from now for several consecutive waits."""
 

@@ -20,6 +20,7 @@ from dualpath.vllm.engine_arguments import (
     HASH_ALGORITHM,
     ONE_CACHE_GROUP,
     SCHEDULER_CLASS,
+    SHUTDOWN_TIMEOUT_S,
     WORKER_CLASS,
     lora_arguments,
     tls_arguments,
@@ -50,9 +51,6 @@ ENGINE_ENVIRONMENT = {
 }
 #: The share of a GPU's memory that vLLM takes by default, divided among engines of one GPU.
 _GPU_MEMORY_SHARE = 0.9
-
-#: How long a stopping engine may take to write queued blocks and to deregister.
-SHUTDOWN_TIMEOUT_S = 5
 
 
 def engine_environment(gpu_build: bool | None = None) -> dict[str, str]:

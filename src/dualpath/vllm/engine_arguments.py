@@ -92,8 +92,10 @@ ONE_CACHE_GROUP = "--disable-hybrid-kv-cache-manager"
 
 #: The router's default ``--block-tokens``; engines and router must agree.
 BLOCK_TOKENS = 64
-#: How long an engine may take to write queued blocks when it is ended.
-SHUTDOWN_TIMEOUT_S = 5
+#: After this time vLLM kills an engine core that ends.  It has to be enough for what an engine does
+#: when it leaves (``engine.threads.LEAVE_S``) and for vLLM's own end, of which two garbage
+#: collections take 3 to 4 s on a busy machine.  Container runtimes kill 10 s after SIGTERM.
+SHUTDOWN_TIMEOUT_S = 8
 
 #: Overrides ``--kv-cache-memory-bytes`` in vLLM's CPU build.
 KV_SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"

@@ -134,6 +134,11 @@ class ActiveRequests:
             request = self._active.get(request_id)
             return request is not None and request.release is None
 
+    def is_released(self, request_id: str) -> bool:
+        """Whether the request is released or no longer here; an atomic read without the lock."""
+        request = self._active.get(request_id)
+        return request is None or request.release is not None
+
     def persist_seen(self, request_id: str) -> bool:
         """Note that the prompt's new blocks are being persisted; False for an unknown request."""
         with self._lock:

@@ -46,7 +46,7 @@ from dualpath.core.sessions import (
     Event,
     StateMachine,
 )
-from dualpath.engine.threads import OS_THREADS, Thread, Threads
+from dualpath.engine.threads import OS_THREADS, Thread, Threads, TimeLimit
 from dualpath.node.cluster_secret import SECRET_VARIABLE, ClusterSecret, check_control_url
 from dualpath.node.sockets import zmq_host
 
@@ -398,7 +398,6 @@ class RouterSession(Generic[M, R]):
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-_CLOSE_S = 5.0
 
 
 class ControlLink:
@@ -465,15 +464,15 @@ class ControlLink:
         """For how long the router has sent nothing; for the link's thread."""
         return self._session.silent_s(self._now_s())
 
-    def close(self, deregister: Deregister) -> None:
-        """Deregister, then stop; idempotent."""
+    def close(self, deregister: Deregister, limit: TimeLimit) -> None:
+        """Deregister, then stop, within the limit; idempotent."""
         if self._closing.is_set():
             return
         self._deregister = deregister
         self._closing.set()
         self._connection.wake()
         if self._thread is not None:
-            self._thread.join(timeout=_CLOSE_S)
+            limit.join([self._thread])
 
     def _run(self) -> None:
         try:

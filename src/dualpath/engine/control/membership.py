@@ -34,6 +34,7 @@ from dualpath.engine.passes.hbm_layout import HbmLayout
 from dualpath.engine.passes.pass_transfers import BlockHolder
 from dualpath.engine.ranks.rank import ALONE, RankPlace
 from dualpath.engine.settings import EngineSettings
+from dualpath.engine.threads import LEAVE_S, TimeLimit
 
 log = logging.getLogger(__name__)
 
@@ -224,20 +225,21 @@ class Membership:
             self.changed()
 
     def leave(self, reason: str = "engine shuts down") -> bool:
-        """Deregister, finish writes and free all resources; idempotent.
+        """Deregister, finish writes and free all resources, within ``LEAVE_S``; idempotent.
 
         Return whether all transfers are over.  If not, this process may not open another data
         plane: its HBM is not to be reused, and peers could take its late transfers for over.
         """
+        limit = TimeLimit(self._surroundings.threads, LEAVE_S)
         link, self._link = self._link, None
         settled = True
         if link is not None:
             self.manager.end_session(reason)
             settled = not self.manager.in_doubt().unsettled
-            link.close(Deregister(reason=reason, settled=settled))
-        settled = self.manager.close() and settled
+            link.close(Deregister(reason=reason, settled=settled), limit)
+        settled = self.manager.close(limit) and settled
         if self._maintenance is not None:
-            self._maintenance.close()
+            self._maintenance.close(limit)
         return settled
 
     def _report(self) -> Report:

@@ -70,8 +70,6 @@ from dualpath.transport.contract import Transport
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
-#: Total time limit of ``close``.
-CLOSE_S = 5.0
 
 
 class TrafficManager:
@@ -402,12 +400,11 @@ class TrafficManager:
         else:
             self._generated.persist_keys([block.key for block in blocks])
 
-    def close(self) -> bool:
-        """Finish writes, stop all threads and free memory, within ``CLOSE_S``; idempotent.
+    def close(self, limit: TimeLimit) -> bool:
+        """Finish writes, stop all threads and free memory, within the limit; idempotent.
 
         Return whether the threads that move bytes have ended.
         """
-        limit = TimeLimit(self._threads, CLOSE_S)
         moved = self._rank.close(limit)
         self.persister.close(limit)
         self._lookups.close(limit)

@@ -10,7 +10,7 @@ from dualpath.core.control import StorageUse
 from dualpath.core.errors import StorageError
 from dualpath.engine.counters import Counter
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.threads import Thread, Threads
+from dualpath.engine.threads import Thread, Threads, TimeLimit
 from dualpath.node.secret_file import read_secret
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.janitor import LEASE_S, Janitor, read_status
@@ -45,8 +45,6 @@ def load_storage_keys(file: str) -> "KeyRing | None":
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
-#: Time limit of ``close`` for a tick under way.
-_CLOSE_S = 2.0
 
 
 def needs_maintenance(tree: ObjectTree, settings: EngineSettings) -> bool:
@@ -113,12 +111,12 @@ class MaintenanceThread:
             surveyed=status.surveyed_s is not None,
         )
 
-    def close(self) -> None:
-        """Write the journal and give up the janitor's lease, within seconds; idempotent."""
+    def close(self, limit: TimeLimit) -> None:
+        """Write the journal and give up the janitor's lease, within the limit; idempotent."""
         self._closing.set()
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join(_CLOSE_S)
+            limit.join([thread])
 
     def _run(self) -> None:
         while not self._closing.is_set():

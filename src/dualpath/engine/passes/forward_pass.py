@@ -86,10 +86,15 @@ class ForwardPass(StreamedPass):
         manager.made_step()
 
     def failed(self, request_id: str) -> bool:
-        """Whether a request's loaded KV is unusable."""
+        """Whether a request's loaded KV is unusable.
+
+        That of a request that was released in mid-pass is: a DE that has released it as well may
+        reuse the slots of its hits, which this pass still reads.
+        """
         before = self._before
         return (
-            super().failed(request_id)
+            self._manager.active.is_released(request_id)
+            or super().failed(request_id)
             or request_id in self._rejected
             or request_id in self.failures
             or (before is not None and before.failed(request_id))
@@ -99,8 +104,8 @@ class ForwardPass(StreamedPass):
         """Wait for the last transfers, report completed prefills; return failures with reasons.
 
         A prefill is complete with its last block, or when it has failed: in the pass before, which
-        has reported it, or in this one.  ``wrong`` are requests with wrong KV found by the engine,
-        and why.
+        has reported it, or in this one.  A request that was released in mid-pass has failed.
+        ``wrong`` are requests with wrong KV found by the engine, and why.
         """
         self._manager.made_step()
         earlier = self._before.failures if self._before is not None else {}
@@ -108,6 +113,8 @@ class ForwardPass(StreamedPass):
         found = {**self._rejected, **transfers, **wrong}
         for part in self._parts:
             request_id = part.transfer.request_id
+            if request_id not in self._rejected and self._manager.active.is_released(request_id):
+                found[request_id] = RELEASED
             blocks = self._manager.geometry.blocks_for(part.transfer.prompt_tokens)
             failure = earlier.get(request_id, found.get(request_id))
             if failure is not None:

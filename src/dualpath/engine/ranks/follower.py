@@ -24,14 +24,13 @@ from dualpath.engine.passes.prefill_passes import PassOrder, begin_stream, end_s
 from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.ranks.rank import Rank, RankPlace
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
+from dualpath.engine.threads import LEAVE_S, OS_THREADS, Threads, TimeLimit
 from dualpath.plan.steps import PromptLayout, decode_steps, generated_steps
 from dualpath.transport.contract import Transport
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_CLOSE_S = 5.0
 
 
 class Follower:
@@ -203,7 +202,7 @@ class Follower:
         if self._closing.is_set():
             return True
         self._closing.set()
-        moved = self.rank.close(TimeLimit(self._threads, _CLOSE_S))
+        moved = self.rank.close(TimeLimit(self._threads, LEAVE_S))
         self._transport.close()
         self._device.close()
         return moved

@@ -1,4 +1,4 @@
-"""What is asked of a whole cluster without vLLM: the live page, pauses, drains, roles and weights."""
+"""What is asked of a cluster without vLLM: the live page, pauses, drains, roles and weights."""
 
 import functools
 from collections.abc import Callable
