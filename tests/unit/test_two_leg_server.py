@@ -586,3 +586,16 @@ async def test_the_prompt_is_rendered_without_limits_that_contradict_one_token()
         limits = [sent.get(name) for name in ("min_tokens", "max_tokens", "max_completion_tokens")]
         assert limits == [None, 1, 1]
         assert (sent["n"], sent["stream"]) == (1, False)
+
+
+async def test_a_proxy_for_mooncake_learns_which_engine_a_prefill_server_has() -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await Engine(Role.PREFILL).server.answer_query(send)
+    assert (sent[0]["status"], msgspec.json.decode(sent[1]["body"])) == (
+        200,
+        {"0": {"engine_id": "e", "worker_addr": {}}},
+    )

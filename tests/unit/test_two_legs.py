@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import random
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 from tests.control_network import ControlNetwork
@@ -25,6 +27,7 @@ from dualpath.core.errors import (
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.settings import EngineSettings
 from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduler.remote import REGISTERED_AGAIN_S
 from dualpath.router.settings import RouterSettings
 from dualpath.router.two_legs import Prompt, SecondLeg, TwoLegs, handover_name, leg_parameters
 
@@ -217,6 +220,49 @@ async def test_a_decode_engine_that_is_unknown_is_no_reason_to_refuse_a_first_le
         assert params is not None
         assert params["remote_engine_id"] == "d0"
         assert (await every.second("d0", PROMPT, 3, params)).alone is None
+
+
+async def test_the_id_of_a_request_may_name_the_decode_engine_by_its_address() -> None:
+    async with engines(decode=3) as every:
+        addresses = {
+            info.engine_id: urlsplit(info.api_url).netloc
+            for info in every.made.service.scheduler.engines.alive(Role.DECODE)
+        }
+        for name in ("d2", "d1", "d2"):
+            # As vLLM's router writes it.
+            header = f"___prefill_addr_p0:8100___decode_addr_{addresses[name]}_{uuid.uuid4().hex}"
+            params = await every.first("p0", PROMPT, header)
+            assert params is not None
+            assert params["remote_engine_id"] == name
+            assert (await every.second(name, PROMPT, 3, params, header)).alone is None
+        for header in ("___decode_addr_elsewhere:1_" + 32 * "0", "___decode_addr_d2", "d2"):
+            params = await every.first("p0", PROMPT, header)
+            assert params is not None
+            holder = params["remote_engine_id"]
+            assert (await every.second(holder, PROMPT, 3, params, header)).alone is None
+        await every.nothing_is_left()
+
+
+async def test_a_decode_engine_knows_the_other_one_that_has_the_kv_of_a_leg() -> None:
+    async with engines(decode=2) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        given = leg_parameters(params)
+        holder = every.legs["d1"].holder(given)
+        assert holder is not None
+        assert holder.engine_id == "d0"
+        assert every.legs["d0"].holder(given) is None, "it has the KV itself"
+        for named in ({}, {"remote_engine_id": "p0"}, {"remote_engine_id": "elsewhere"}):
+            assert every.legs["d1"].holder(leg_parameters(named)) is None
+
+        lost = asyncio.create_task(every.legs["d1"].until_lost(holder))
+        await asyncio.sleep(2 * REGISTERED_AGAIN_S)
+        assert not lost.done()
+        await every.made.engines["d0"].kill()
+        every.made.lose("d0", certain=True)
+        await lost
+        assert every.legs["d1"].holder(given) is None
+        await every.made.revive("d0")
+        await every.nothing_is_left()
 
 
 @pytest.mark.parametrize("named", ["transfer_id", "header"])
