@@ -19,6 +19,7 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.router.asgi import Message, Receive, Send, json_answer
 from dualpath.router.engine_calls import Job
 from dualpath.router.engines import EngineInfo
+from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.wire import GenerateRequest
 from dualpath.router.two_legs import PASSED_ON_HEADER, LegParameters, Prompt
 from dualpath.vllm.two_leg_server import PREFILL_HEADER, TwoLegServer
@@ -108,9 +109,6 @@ class Legs:
         self.other: EngineInfo | None = None
         self.lost = asyncio.Event()
 
-    def holder(self, params: LegParameters) -> EngineInfo | None:
-        return self.other
-
     async def until_lost(self, engine: EngineInfo) -> None:
         await self.lost.wait()
 
@@ -130,11 +128,13 @@ class Legs:
         await self._wait()
         return dict(FOR_SECOND) if await compute(PREFILL) else None
 
-    async def take(self, params: LegParameters, request_id: str) -> Taken:
+    async def take(self, params: LegParameters, request_id: str) -> Taken | EngineInfo:
         self.named.append((params, request_id))
         if self.error is not None:
             raise self.error
         await self._wait()
+        if self.other is not None:
+            return self.other
         self.taken.append(Taken("transferred; leg-1", params.remote_prefill_cached_tokens))
         return self.taken[-1]
 
@@ -471,7 +471,19 @@ class Holder:
         """Serve, and let the engine's scheduler know that the KV is here."""
         app = web.Application()
         app.router.add_post("/v1/completions", self.serve)
-        engine.server = TwoLegServer(engine.vllm, engine.settings, engine.legs)  # type: ignore[arg-type]
+        calls = engine.api
+
+        class Api(TokenApiClient):
+            """Passes requests on over HTTP; prefills are only noted."""
+
+            generate = calls.generate  # type: ignore[assignment]
+
+        engine.server = TwoLegServer(
+            engine.vllm,
+            engine.settings,
+            engine.legs,  # type: ignore[arg-type]
+            Api(),
+        )
         async with TestServer(app, handler_cancellation=True) as server:
             url = str(server.make_url("")).rstrip("/")
             engine.legs.other = EngineInfo(
@@ -496,9 +508,9 @@ async def test_a_second_leg_is_passed_on_to_the_decode_engine_that_has_its_kv() 
         )
         assert headers[PASSED_ON_HEADER.lower()] == "e"
         assert engine.vllm.calls == []
-        # The engine to which it was passed on does not pass it on.
+        # An engine to which it was passed on does not pass it on.
         answer = await engine.post(body, **{PASSED_ON_HEADER: "d2"})
-        assert answer.headers[PREFILL_HEADER] == "transferred; leg-1"
+        assert answer.headers[PREFILL_HEADER] == "prefilled by p0 again"
         assert len(holder.requests) == 1
 
 
@@ -508,14 +520,14 @@ async def test_a_second_leg_is_served_here_if_the_engine_that_has_its_kv_fails()
     async with holder.beside(engine):
         holder.status = 503
         answer = await engine.post(body)
-        assert answer.headers[PREFILL_HEADER] == "transferred; leg-1"
+        assert answer.headers[PREFILL_HEADER] == "prefilled by p0 again"
         holder.status = 404
         assert (await engine.post(body)).status_code == 404, "a refusal is an answer"
         assert len(holder.requests) == 2
     # Its server has ended, and the scheduler does not know that yet.
     answer = await engine.post(body)
     await engine.server.stop()
-    assert answer.headers[PREFILL_HEADER] == "transferred; leg-1"
+    assert answer.headers[PREFILL_HEADER] == "prefilled by p0 again"
     assert len(engine.legs.taken) == 2
 
 

@@ -19,8 +19,8 @@ prefill and persistence are as always.  Its end is not the attempt's: the attemp
 
 Leg 1 names the DE of leg 2 if the proxy has chosen it by then: as ``remote_engine_id``, or by its
 address in the X-Request-Id, where vLLM's router writes it.  Other proxies choose the DE after leg
-1, and most of them do not read in leg 1's answer which DE has the KV.  The DE that gets such a leg
-2 passes it on to that DE (``holder``).
+1, and most of them do not read in leg 1's answer which DE has the KV.  ``take`` returns that DE
+then, and the DE that got leg 2 passes it on.
 
 If no DE has the KV any more (``take`` raises), the DE's front end begins that leg again, as an
 attempt that only this DE may serve and of which it runs the first leg itself
@@ -436,16 +436,6 @@ class TwoLegs:
 
     # ------------------------------------------------------------------ leg 2
 
-    def holder(self, params: LegParameters) -> EngineInfo | None:
-        """Return the other decode engine that has the KV of a second leg; None if there is none.
-
-        Leg 1's answer has named it.
-        """
-        if params.remote_engine_id in (None, self.engine_id):
-            return None
-        engines = self._link.engines.alive(Role.DECODE)
-        return next((e for e in engines if e.engine_id == params.remote_engine_id), None)
-
     async def until_lost(self, engine: EngineInfo) -> None:
         """Return when the scheduler has not known an engine for ``REGISTERED_AGAIN_S``.
 
@@ -457,8 +447,8 @@ class TwoLegs:
             alive = known.waits() or known.live(engine.engine_id, engine.epoch) is not None
             absent_s = 0.0 if alive else absent_s + REGISTER_INTERVAL_S
 
-    async def take(self, params: LegParameters, request_id: str) -> SecondLeg:
-        """Return the attempt that a second leg continues at this DE.
+    async def take(self, params: LegParameters, request_id: str) -> SecondLeg | EngineInfo:
+        """Return the attempt that a second leg continues at this DE, or the DE that has its KV.
 
         The caller calls ``decoding_started`` when the DE generates, ``decoded`` after its last
         token, and ``close`` in any case.  Raises an error of ``core.errors`` with the reason if
@@ -474,6 +464,8 @@ class TwoLegs:
         # Not long: without the scheduler the prompt is computed here.
         await self._link.wait_for_engines(0, 1, _LIMITS.first_leg_timeout_s)
         attempt = await self._link.take(name, self.engine_id)
+        if isinstance(attempt, EngineInfo):
+            return attempt
         try:
             attempt.check()
         except (EngineLostError, TransportError):

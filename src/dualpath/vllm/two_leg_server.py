@@ -155,11 +155,6 @@ class _Client:
         if not task.cancelled():
             task.result()
 
-    @property
-    def has_left(self) -> bool:
-        """Whether an answer would have no receiver."""
-        return self._leaves.done()
-
     def close(self) -> None:
         """Stop watching."""
         self._leaves.cancel()
@@ -322,22 +317,30 @@ class TwoLegServer:
             return
         found: list[SecondLeg] = []
 
-        async def find() -> None:
-            found.append(await self._find(scope, request, params, client))
+        async def find(missing: str) -> None:
+            found.append(await self._again(scope, request, client, missing))
+
+        async def take() -> None:
+            try:
+                attempt = await self._legs.take(params, _header(scope, REQUEST_ID_HEADER))
+            except DualPathError as error:
+                await find(str(error))
+                return
+            if not isinstance(attempt, EngineInfo):
+                found.append(attempt)
+            elif not await self._at_holder(scope, request, attempt, send):
+                await find(f"the KV is at {attempt.engine_id}, which does not answer")
 
         try:
             _refuse_several(request)
             self._refuse_unsupported(request)
-            holder = None if _header(scope, PASSED_ON_HEADER) else self._legs.holder(params)
-            if holder is not None and await self._at_holder(scope, request, holder, client, send):
-                return
-            await client.while_here(find())
+            await client.while_here(take())
         except DualPathError as error:
             logger.warning("a second leg's prompt is computed here: %s", error)
             await self._alone(scope, request, client, send, f"here; {error}")
             return
         if not found:
-            return  # The client has left.
+            return  # The client has left, or another engine has answered.
         (leg,) = found
         body = {**request, PARAMETERS: second_leg_parameters(request, leg)}
         held = await _run(leg, lambda passing: self._forward(scope, body, client, passing), send)
@@ -345,17 +348,15 @@ class TwoLegServer:
             await self._alone(scope, request, client, send, f"here; vLLM answered {held}")
 
     async def _at_holder(
-        self,
-        scope: Message,
-        request: dict[str, Any],
-        holder: EngineInfo,
-        client: _Client,
-        send: Send,
+        self, scope: Message, request: dict[str, Any], holder: EngineInfo, send: Send
     ) -> bool:
-        """Pass a second leg on to the DE that has its KV; return whether it needs no other answer.
+        """Pass a second leg on to the DE that has its KV; return whether the client has an answer.
 
-        It needs one if that engine does not answer, or answers with a status of 500 or more.
+        It has none if that engine does not answer, or answers with a status of 500 or more.
         """
+        if passed_on_by := _header(scope, PASSED_ON_HEADER):
+            logger.warning("%s has passed a leg on, but its KV is elsewhere", passed_on_by)
+            return False
         began = False
 
         async def sending(message: Message) -> None:
@@ -363,19 +364,16 @@ class TwoLegServer:
             began = True
             await send(message)
 
-        async def pass_on() -> None:
-            lost: asyncio.Future[None] = asyncio.ensure_future(self._lost(holder))
-            try:
-                await run_until_broken(self._pass_on(scope, request, holder, sending), lost)
-            except DualPathError as error:
-                logger.warning("a second leg was passed on in vain: %s", error)
-                if began:
-                    await send({"type": "http.response.body", "body": _last_event(error)})
-            finally:
-                lost.cancel()
-
-        await client.while_here(pass_on())
-        return began or client.has_left
+        lost: asyncio.Future[None] = asyncio.ensure_future(self._lost(holder))
+        try:
+            await run_until_broken(self._pass_on(scope, request, holder, sending), lost)
+        except DualPathError as error:
+            logger.warning("a second leg was passed on in vain: %s", error)
+            if began:
+                await send({"type": "http.response.body", "body": _last_event(error)})
+        finally:
+            lost.cancel()
+        return began
 
     async def _lost(self, engine: EngineInfo) -> None:
         """Raise ``EngineLostError`` when the engine is lost."""
@@ -420,14 +418,10 @@ class TwoLegServer:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": whole})
 
-    async def _find(
-        self, scope: Message, request: dict[str, Any], params: LegParameters, client: _Client
+    async def _again(
+        self, scope: Message, request: dict[str, Any], client: _Client, missing: str
     ) -> SecondLeg:
-        """Return the attempt of a second leg, of its first leg or a new one."""
-        try:
-            return await self._legs.take(params, _header(scope, REQUEST_ID_HEADER))
-        except DualPathError as error:
-            missing = error
+        """Return a new attempt of a second leg; ``missing`` is why it has none of its first leg."""
         try:
             prompt = await self._rendered(scope, request, client)
             if isinstance(prompt, _Answer):

@@ -47,7 +47,7 @@ from dualpath.router.scheduling import (
 )
 
 #: Incremented whenever a message changes its meaning; both ends must agree.
-LINK_VERSION = 6
+LINK_VERSION = 7
 
 
 class FrontEndRegister(Message, frozen=True, tag=True):
