@@ -28,12 +28,18 @@ Arguments = Callable[[int, Sequence[str], Sequence[str]], Sequence[str]]
 
 
 class OtherProxy(NamedTuple):
-    """A proxy: ``program`` is a path in the folder, ``token_ids`` whether it takes such prompts."""
+    """A proxy of others.
+
+    ``program`` is a path in the folder: a command, a Python file, or the Python that runs
+    ``script``, a file beside this one.  ``token_ids`` is whether it takes such prompts.  A proxy
+    without a program is a ``script`` that runs here.
+    """
 
     name: str
     program: str
     arguments: Arguments
     token_ids: bool = True
+    script: str = ""
 
 
 def _ports(urls: Sequence[str]) -> list[str]:
@@ -107,6 +113,10 @@ def _sglang_router(port: int, prefill: Sequence[str], decode: Sequence[str]) -> 
     ]
 
 
+def _of_scripts(port: int, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
+    return ["--port", str(port), "--prefill", *prefill, "--decode", *decode]
+
+
 _EXAMPLES = "vllm/examples/disaggregated"
 PROXIES = (
     OtherProxy(
@@ -136,15 +146,20 @@ PROXIES = (
 )
 
 
-def installed(proxy: OtherProxy) -> Path:
-    """Return the proxy's program; skips the test if it is not there."""
+def command(proxy: OtherProxy) -> tuple[str, ...]:
+    """Return the proxy's command without arguments; skips the test if it is not installed."""
+    script = [str(Path(__file__).with_name(proxy.script))] if proxy.script else []
+    if not proxy.program:
+        return (sys.executable, *script)
     folder = os.environ.get(VARIABLE)
     if not folder:
         pytest.skip(f"{VARIABLE} is not set to a folder with proxies of others")
     program = Path(folder) / proxy.program
     if not program.exists():
         pytest.skip(f"{program} is not there: {proxy.name} is not installed")
-    return program
+    if program.suffix == ".py":
+        return (sys.executable, str(program))
+    return (str(program), *script)
 
 
 @contextmanager
@@ -152,8 +167,7 @@ def running(
     proxy: OtherProxy, prefill: Sequence[str], decode: Sequence[str], log: Path
 ) -> Iterator[str]:
     """Run a proxy before these engines; yields its URL when it can send a request to both."""
-    program, port = installed(proxy), claim_port()
-    start = (sys.executable, str(program)) if program.suffix == ".py" else (str(program),)
+    start, port = command(proxy), claim_port()
     # Its own environment, and no proxy of the network.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with Supervisor() as started:

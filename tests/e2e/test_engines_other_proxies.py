@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.e2e.other_proxies import PROXIES, OtherProxy, installed, running
+from tests.e2e.other_proxies import PROXIES, OtherProxy, command, running
 from tests.e2e.plain_engine import NAME, in_parallel, until
 from tests.e2e.two_leg_cluster import BLOCK_TOKENS, Served, served_engines
 from tests.guard import GUARD_S
@@ -147,7 +147,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_agents_behind_a_proxy_get_a_plain_engines_answers_and_hits_from_storage(
     proxy: OtherProxy, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    installed(proxy)
+    command(proxy)
     served: Served = request.getfixturevalue("served")
     decode = [served.url("decode"), served.url("decode-1")]
     with running(proxy, [served.url("prefill")], decode, tmp_path / "proxy.log") as url:
