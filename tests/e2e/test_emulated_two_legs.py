@@ -122,15 +122,19 @@ async def test_both_legs_at_once_and_a_second_leg_with_another_prompt(tmp_path: 
         assert made.counts(1) == 0
 
 
-async def test_second_legs_at_another_engine_or_alone_are_prefilled_again(tmp_path: Path) -> None:
+async def test_second_legs_at_another_engine_are_passed_on_and_alone_are_prefilled_again(
+    tmp_path: Path,
+) -> None:
     async with legs(tmp_path / "kv", Mode.SPLIT, decode=2) as proxy:
         made = proxy.made
         truth = (await made.ask(PROMPT, 9, cache_salt="other"))[0]
         _, first = await proxy.send("prefill-0", PROMPT, 9, FIRST)
         holder = first["kv_transfer_params"]["remote_engine_id"]
         (other,) = {"decode-0", "decode-1"} - {holder}
-        _, answer = await proxy.send(other, PROMPT, 9, first["kv_transfer_params"])
+        status, answer = await proxy.send(other, PROMPT, 9, first["kv_transfer_params"])
+        assert status == 200, answer
         assert answer["choices"][0]["token_ids"] == truth
+        assert made.service.scheduler.metrics.hit_tokens == 0, "nothing was prefilled again"
         alone = {"do_remote_prefill": True, "transfer_id": "no-first-leg"}
         _, answer = await proxy.send(holder, PROMPT, 9, alone)
         assert answer["choices"][0]["token_ids"] == truth

@@ -5,13 +5,8 @@ Nothing of our router runs.  The engines are started by their usual commands wit
 
 import http.client
 import json
-import os
-import re
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,150 +15,33 @@ import pytest
 pytest.importorskip("vllm")
 
 import msgspec
-import zmq
 from tests.e2e.plain_engine import (
     NAME,
-    START_S,
     Answer,
-    PlainEngine,
     Round,
     complete,
     in_parallel,
     play_plain,
-    tiny_model,
     until,
 )
-from tests.e2e.test_existing_vllm import ENTRY_POINT, existing_command, post
+from tests.e2e.test_existing_vllm import post
+from tests.e2e.two_leg_cluster import BLOCK_TOKENS, Served, served_engines
 from tests.e2e.two_leg_proxy import TwoLegProxy
 from tests.guard import GUARD_S
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from dualpath.core.blocks import block_keys
-from dualpath.launch.commands import ENGINE_ENTRY
-from dualpath.launch.fork_server import ForkedProcess
-from dualpath.launch.ports import claim_port
-from dualpath.launch.process import SpawnedProcess, Supervisor
 from dualpath.vllm.two_leg_server import PREFILL_HEADER
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
-BLOCK_TOKENS = 64
 ROUNDS = [Round([3 + (i * i + 7 * turn) % 337 for i in range(150)], 24) for turn in range(4)]
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 WORDS = " ".join(f"the agent reads file {number} and finds a line" for number in range(30))
-
-
-class Served:
-    """A scheduler, one engine of each role, and a plain engine with the same model."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._folder = folder
-        #: KV events of the decode engine, as vLLM publishes them.
-        self.events = stack.enter_context(zmq.Context()).socket(zmq.SUB)
-        stack.callback(self.events.close, 0)
-        self._started = stack.enter_context(Supervisor())
-        (folder / "chat.jinja").write_text(TEMPLATE)
-        command = ("scheduler", "--port", "0", "--mode", "split", "--no-dram-tier")
-        ports = ("--control-port", "0", "--front-ends-port", "0", "--second-leg-timeout-s", "5")
-        scheduler = SpawnedProcess(
-            "scheduler",
-            (sys.executable, "-m", "dualpath.cli.main", *command, *ports),
-            folder / "scheduler.log",
-            {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        self._started.add(scheduler)
-        line = scheduler.wait_for_line("dualpath scheduler: cluster at", GUARD_S)
-        (self._cluster,) = re.findall(r"cluster at (http://[\d.:]+)", line)
-        control, front_ends = re.findall(r"tcp://[\d.:]+", line)
-        self.ports = {
-            role: self._engine(role, control, front_ends) for role in ("prefill", "decode")
-        }
-        self.plain = stack.enter_context(
-            PlainEngine(tiny_model(), folder, BLOCK_TOKENS, *self._chat())
-        )
-        until(self._complete, "an engine of each role", START_S)
-
-    def _chat(self) -> tuple[str, str]:
-        return "--chat-template", str(self._folder / "chat.jinja")
-
-    def _engine(self, role: str, control: str, front_ends: str) -> int:
-        port = claim_port()
-        extra = {
-            "role": role,
-            "engine_id": role,
-            "router": control,
-            "two_leg_scheduler": front_ends,
-            "storage": str(self._folder / "storage"),
-            "mode": "split",
-            "buffer_bytes": 96 << 20,
-            "profile": "off",
-        }
-        config = {
-            "kv_connector": "DualPathConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        }
-        command = [
-            *existing_command(tiny_model(), port),
-            *("--kv-transfer-config", json.dumps(config), *self._chat()),
-            "--enable-prompt-tokens-details",
-        ]
-        if role == "decode":
-            events_port = claim_port()
-            events = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{events_port}"}
-            command += ["--kv-events-config", json.dumps(events)]
-            self.events.setsockopt(zmq.SUBSCRIBE, b"")
-            self.events.connect(f"tcp://127.0.0.1:{events_port}")
-        log = self._folder / f"{role}.log"
-        self._started.add(ForkedProcess(role, ENGINE_ENTRY, command, log))
-        return port
-
-    def _complete(self) -> bool:
-        for process in self._started.processes:
-            assert process.alive, process.log_tail()
-        return {e["engine_id"] for e in self.status()["engines"] if e["alive"]} == set(self.ports)
-
-    def status(self) -> dict[str, Any]:
-        connection = http.client.HTTPConnection(urlsplit(self._cluster).netloc, timeout=GUARD_S)
-        connection.request("GET", "/dualpath/v1/status")
-        found: dict[str, Any] = json.loads(connection.getresponse().read())
-        connection.close()
-        return found
-
-    def read_bytes(self) -> dict[str, int]:
-        """Bytes that each engine has read from storage."""
-        found: dict[str, int] = self.status()["counters"]["snic_read_bytes"]
-        return found
-
-    def idle(self) -> bool:
-        """Whether no engine counts a request or holds any of its buffer."""
-        status = self.status()
-        engines = status["engines"]
-        free = {engine["engine_id"]: engine["free_buffer_tokens"] for engine in engines}
-        counts = status["waiting"], status["running"], sum(engine["seq"] for engine in engines)
-        return counts == (0, 0, 0) and free == self._buffers
-
-    def note_buffers(self) -> None:
-        self._buffers = {e["engine_id"]: e["free_buffer_tokens"] for e in self.status()["engines"]}
-
-    def log(self, name: str) -> str:
-        return (self._folder / name).read_text(errors="replace")
-
-    def url(self, role: str) -> str:
-        return f"http://127.0.0.1:{self.ports[role]}"
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("legs")
-    metadata = folder / "site" / "dualpath-0.1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dualpath\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINT)
-    with pytest.MonkeyPatch.context() as patched, ExitStack() as stack:
-        patched.syspath_prepend(str(metadata.parent))
-        found = Served(folder, stack)
-        found.note_buffers()
+    with served_engines(tmp_path_factory.mktemp("legs")) as found:
         yield found
 
 

@@ -44,6 +44,10 @@ class Legs:
     async def stop(self) -> None:
         self.state = "left"
 
+    async def answer_query(self, send: Send) -> None:
+        for message in json_answer(200, b'{"query": true}'):
+            await send(message)
+
     async def serve(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
         self.bodies.append(body)
         for message in json_answer(200, b'{"leg": true}'):
@@ -112,6 +116,7 @@ async def test_an_engine_with_a_scheduler_takes_legs(
         token_api, _ = await post(client, GENERATE_PATH)
         assert token_api == (421 if role == "prefill" else 200), "the router's calls are as before"
         assert (await client.get("/v1/completions")).json() == {"bytes": 0}
+        assert (await client.get("/query")).json() == {"query": True}
         assert len(legs.bodies) == 2
     assert legs.state == "left"
 
@@ -119,6 +124,7 @@ async def test_an_engine_with_a_scheduler_takes_legs(
 async def test_an_engine_without_a_scheduler_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine(monkeypatch, "prefill", "") as client:
         assert (await post(client, "/v1/completions"))[0] == 421
+        assert (await client.get("/query")).json() == {"bytes": 0}, "the route is vLLM's"
         assert Legs.made == []
 
 
@@ -126,5 +132,6 @@ async def test_legs_need_the_engines_key(monkeypatch: pytest.MonkeyPatch) -> Non
     address = "tcp://127.0.0.1:5701"
     async with engine(monkeypatch, "prefill", address, keys=("engines",)) as client:
         assert (await post(client, "/v1/completions"))[0] == 401
+        assert (await client.get("/query")).status_code == 401
         assert Legs.made[0].bodies == []
         assert (await post(client, "/v1/completions", **KEY))[0] == 200

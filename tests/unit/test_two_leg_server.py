@@ -8,16 +8,20 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tests.guard import GUARD_S
 
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import DeadlineError, EngineLostError, TransportError
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, from_transfer_params
 from dualpath.engine.settings import EngineSettings
 from dualpath.router.asgi import Message, Receive, Send, json_answer
 from dualpath.router.engine_calls import Job
+from dualpath.router.engines import EngineInfo
+from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.wire import GenerateRequest
-from dualpath.router.two_legs import LegParameters, Prompt
+from dualpath.router.two_legs import PASSED_ON_HEADER, LegParameters, Prompt
 from dualpath.vllm.two_leg_server import PREFILL_HEADER, TwoLegServer
 
 PREFILL = PrefillTransfer("leg-1", 5, 0, b"", (), "d0", "e", (3, 4))
@@ -101,6 +105,15 @@ class Legs:
         self.error: Exception | None = None
         self.waits: asyncio.Event | None = None
         self.cancelled = asyncio.Event()
+        #: The engine that has the KV of a second leg, and whether it is lost.
+        self.other: EngineInfo | None = None
+        self.lost = asyncio.Event()
+
+    async def until_lost(self, engine: EngineInfo) -> None:
+        await self.lost.wait()
+
+    async def stop(self) -> None:
+        """There is no link."""
 
     async def prefill(
         self,
@@ -115,11 +128,13 @@ class Legs:
         await self._wait()
         return dict(FOR_SECOND) if await compute(PREFILL) else None
 
-    async def take(self, params: LegParameters, request_id: str) -> Taken:
+    async def take(self, params: LegParameters, request_id: str) -> Taken | EngineInfo:
         self.named.append((params, request_id))
         if self.error is not None:
             raise self.error
         await self._wait()
+        if self.other is not None:
+            return self.other
         self.taken.append(Taken("transferred; leg-1", params.remote_prefill_cached_tokens))
         return self.taken[-1]
 
@@ -160,7 +175,7 @@ class Engine:
     """One engine's server, and a client of it."""
 
     def __init__(self, role: Role) -> None:
-        settings = EngineSettings(
+        self.settings = settings = EngineSettings(
             role=role,
             engine_id="e",
             router="tcp://127.0.0.1:1",
@@ -421,3 +436,178 @@ async def test_a_body_that_is_no_request_is_refused() -> None:
         scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
         await engine.server.serve(scope, b"[1, 2", receive, send)
         assert sent[0]["status"] == 400
+
+
+class Holder:
+    """The server of another decode engine; it streams in two pieces, the second one at a gate."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[dict[str, Any], dict[str, str]]] = []
+        self.status = 200
+        self.gate = asyncio.Event()
+        self.entered, self.left = asyncio.Event(), asyncio.Event()
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.requests.append((body, headers))
+        origin = {PREFILL_HEADER: "transferred; leg-7"}
+        if not body.get("stream"):
+            return web.json_response({"choices": []}, status=self.status, headers=origin)
+        answer = web.StreamResponse(headers={**origin, "Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(b"data: 1\n\n")
+        self.entered.set()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def beside(self, engine: Engine) -> AsyncIterator[None]:
+        """Serve, and let the engine's scheduler know that the KV is here."""
+        app = web.Application()
+        app.router.add_post("/v1/completions", self.serve)
+        calls = engine.api
+
+        class Api(TokenApiClient):
+            """Passes requests on over HTTP; prefills are only noted."""
+
+            generate = calls.generate  # type: ignore[assignment]
+
+        engine.server = TwoLegServer(
+            engine.vllm,
+            engine.settings,
+            engine.legs,  # type: ignore[arg-type]
+            Api(),
+        )
+        async with TestServer(app, handler_cancellation=True) as server:
+            url = str(server.make_url("")).rstrip("/")
+            engine.legs.other = EngineInfo(
+                "d1", "epoch", Role.DECODE, "node", "group", url, HostProcess(), 1, 100, 100
+            )
+            yield
+        await engine.server.stop()
+
+
+async def test_a_second_leg_is_passed_on_to_the_decode_engine_that_has_its_kv() -> None:
+    engine, holder = Engine(Role.DECODE), Holder()
+    async with holder.beside(engine):
+        body = {"model": "m", "prompt": "text", "kv_transfer_params": SECOND}
+        answer = await engine.post(body, **{"X-Request-Id": "req", "Authorization": "Bearer k"})
+        assert (answer.status_code, answer.json()) == (200, {"choices": []})
+        assert answer.headers[PREFILL_HEADER] == "transferred; leg-7; at d1"
+        ((sent, headers),) = holder.requests
+        assert (sent, headers["x-request-id"], headers["authorization"]) == (
+            body,
+            "req",
+            "Bearer k",
+        )
+        assert headers[PASSED_ON_HEADER.lower()] == "e"
+        assert engine.vllm.calls == []
+        # An engine to which it was passed on does not pass it on.
+        answer = await engine.post(body, **{PASSED_ON_HEADER: "d2"})
+        assert answer.headers[PREFILL_HEADER] == "prefilled by p0 again"
+        assert len(holder.requests) == 1
+
+
+async def test_a_second_leg_is_served_here_if_the_engine_that_has_its_kv_fails() -> None:
+    engine, holder = Engine(Role.DECODE), Holder()
+    body = {"model": "m", "prompt": "text", "kv_transfer_params": SECOND}
+    async with holder.beside(engine):
+        holder.status = 503
+        answer = await engine.post(body)
+        assert answer.headers[PREFILL_HEADER] == "prefilled by p0 again"
+        holder.status = 404
+        assert (await engine.post(body)).status_code == 404, "a refusal is an answer"
+        assert len(holder.requests) == 2
+    # Its server has ended, and the scheduler does not know that yet.
+    answer = await engine.post(body)
+    await engine.server.stop()
+    assert answer.headers[PREFILL_HEADER] == "prefilled by p0 again"
+    assert len(engine.legs.taken) == 2
+
+
+async def test_a_stream_that_is_passed_on_ends_with_an_error_when_its_engine_is_lost() -> None:
+    engine, holder = Engine(Role.DECODE), Holder()
+    body = {"model": "m", "prompt": "t", "stream": True, "kv_transfer_params": SECOND}
+    async with holder.beside(engine), asyncio.timeout(GUARD_S):
+        holder.gate.set()
+        assert (await engine.post(body)).text == "data: 1\n\ndata: [DONE]\n\n"
+        holder.gate.clear()
+        holder.entered.clear()
+        call = asyncio.create_task(engine.post(body))
+        await holder.entered.wait()
+        engine.legs.lost.set()
+        text = (await call).text
+        assert "engine d1 is lost" in text.removeprefix("data: 1\n\ndata: ")
+        assert engine.legs.taken == []
+        await holder.left.wait()
+
+
+async def test_a_client_that_leaves_a_leg_that_was_passed_on_ends_it_at_the_other_engine() -> None:
+    engine, holder = Engine(Role.DECODE), Holder()
+    body = {"model": "m", "prompt": "t", "stream": True, "kv_transfer_params": SECOND}
+    async with holder.beside(engine), asyncio.timeout(GUARD_S):
+        content, gone = msgspec.json.encode(body), asyncio.Event()
+
+        async def receive() -> Message:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            """Nobody reads it."""
+
+        scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+        call = asyncio.create_task(engine.server.serve(scope, content, receive, send))
+        await holder.entered.wait()
+        gone.set()
+        await call
+        await holder.left.wait()
+        assert engine.legs.taken == []
+
+
+async def test_both_legs_of_sglangs_routers_carry_a_room() -> None:
+    body = {"model": "m", "prompt": "text", "max_tokens": 50, "bootstrap_room": 1 << 62}
+    prefill, decode = Engine(Role.PREFILL), Engine(Role.DECODE)
+    assert (await prefill.post(body)).status_code == 200
+    ((_, first, _),) = prefill.legs.prompts
+    (sent,) = prefill.vllm.completed
+    assert (sent["max_tokens"], first.do_remote_decode) == (1, True)
+    answer = await decode.post(body)
+    assert answer.headers[PREFILL_HEADER] == "transferred; leg-1"
+    ((second, _),) = decode.legs.named
+    assert second.do_remote_prefill
+    assert first.transfer_id == second.transfer_id == f"room-{1 << 62}"
+    (sent,) = decode.vllm.completed
+    assert sent["max_tokens"] == 50
+    assert from_transfer_params(sent["kv_transfer_params"]) == DECODE
+
+
+async def test_the_prompt_is_rendered_without_limits_that_contradict_one_token() -> None:
+    engine = Engine(Role.PREFILL)
+    body = {
+        "model": "m", "messages": [{"role": "user", "content": "text"}], "min_tokens": 7,
+        "max_completion_tokens": 9, "n": 2, "stream": True, "kv_transfer_params": FIRST,
+    }  # fmt: skip
+    assert (await engine.post(body, "/v1/chat/completions")).status_code == 200
+    for _, sent in engine.vllm.calls:
+        limits = [sent.get(name) for name in ("min_tokens", "max_tokens", "max_completion_tokens")]
+        assert limits == [None, 1, 1]
+        assert (sent["n"], sent["stream"]) == (1, False)
+
+
+async def test_a_proxy_for_mooncake_learns_which_engine_a_prefill_server_has() -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await Engine(Role.PREFILL).server.answer_query(send)
+    assert (sent[0]["status"], msgspec.json.decode(sent[1]["body"])) == (
+        200,
+        {"0": {"engine_id": "e", "worker_addr": {}}},
+    )

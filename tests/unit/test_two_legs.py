@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import random
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 from tests.control_network import ControlNetwork
@@ -25,6 +27,7 @@ from dualpath.core.errors import (
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.settings import EngineSettings
 from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduler.remote import REGISTERED_AGAIN_S
 from dualpath.router.settings import RouterSettings
 from dualpath.router.two_legs import Prompt, SecondLeg, TwoLegs, handover_name, leg_parameters
 
@@ -57,6 +60,8 @@ class Engines:
     def __init__(self, made: Cluster, opened: LinkServer) -> None:
         self.made, self.opened = made, opened
         self.legs: dict[str, TwoLegs] = {}
+        #: Second legs that an engine has passed on, and to which one.
+        self.passed_on: list[tuple[str, str]] = []
 
     def open(self, engine_id: str, role: Role) -> TwoLegs:
         settings = EngineSettings(
@@ -103,6 +108,9 @@ class Engines:
             attempt = await self.legs[engine_id].take(leg_parameters(params), request_id)
         except DualPathError as error:
             return Answer(expected(prompt, count), error)
+        if isinstance(attempt, EngineInfo):
+            self.passed_on.append((engine_id, attempt.engine_id))
+            return await self.second(attempt.engine_id, prompt, count, params, request_id)
         return Answer(await self._decode(info, prompt, count, attempt), None)
 
     async def again(self, engine_id: str, prompt: list[int], count: int) -> tuple[list[int], str]:
@@ -219,6 +227,27 @@ async def test_a_decode_engine_that_is_unknown_is_no_reason_to_refuse_a_first_le
         assert (await every.second("d0", PROMPT, 3, params)).alone is None
 
 
+async def test_the_id_of_a_request_may_name_the_decode_engine_by_its_address() -> None:
+    async with engines(decode=3) as every:
+        addresses = {
+            info.engine_id: urlsplit(info.api_url).netloc
+            for info in every.made.service.scheduler.engines.alive(Role.DECODE)
+        }
+        for name in ("d2", "d1", "d2"):
+            # As vLLM's router writes it.
+            header = f"___prefill_addr_p0:8100___decode_addr_{addresses[name]}_{uuid.uuid4().hex}"
+            params = await every.first("p0", PROMPT, header)
+            assert params is not None
+            assert params["remote_engine_id"] == name
+            assert (await every.second(name, PROMPT, 3, params, header)).alone is None
+        for header in ("___decode_addr_elsewhere:1_" + 32 * "0", "___decode_addr_d2", "d2"):
+            params = await every.first("p0", PROMPT, header)
+            assert params is not None
+            holder = params["remote_engine_id"]
+            assert (await every.second(holder, PROMPT, 3, params, header)).alone is None
+        await every.nothing_is_left()
+
+
 @pytest.mark.parametrize("named", ["transfer_id", "header"])
 async def test_both_legs_may_be_sent_at_once_and_the_attempt_goes_where_the_second_one_waits(
     named: str,
@@ -275,21 +304,39 @@ async def test_a_second_leg_that_never_comes_leaves_nothing_behind() -> None:
         assert isinstance(late.alone, DeadlineError)
 
 
-async def test_a_second_leg_at_another_decode_engine_is_computed_there() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_second_leg_at_another_decode_engine_is_passed_on_to_the_one_with_the_kv(
+    at_once: bool,
+) -> None:
     async with engines(decode=2) as every:
-        params = await every.first("p0", PROMPT, remote_engine_id="d0")
-        assert params is not None
-        answer = await every.second("d1", PROMPT, 6, params)
-        assert isinstance(answer.alone, TransportError)
-        assert "d0" in str(answer.alone)
+        header = "req-1" if at_once else ""
+        gate = every.made.calls.gates["prefill"] = asyncio.Event()
+        first = asyncio.create_task(every.first("p0", PROMPT, header, remote_engine_id="d0"))
+        await every.made.arrives("prefill")
+        if at_once:
+            second = asyncio.create_task(every.second("d1", PROMPT, 6, {}, header))
+            await asyncio.sleep(0.5)
+            gate.set()
+        else:
+            gate.set()
+            params = await first
+            assert params is not None
+            second = asyncio.create_task(every.second("d1", PROMPT, 6, params))
+        assert await second == Answer(expected(PROMPT, 6), None)
+        await first
+        assert every.passed_on == [("d1", "d0")]
+        assert every.made.calls.decodes == ["d0"]
+        assert every.made.calls.prefills == ["p0"], "the prompt is prefilled once"
         await every.nothing_is_left()
 
 
-async def test_a_second_leg_without_an_attempt_is_prefilled_again_with_stored_hits() -> None:
+async def test_an_attempt_that_is_passed_on_in_vain_is_released_after_a_limit() -> None:
     async with engines(decode=2) as every:
         params = await every.first("p0", PROMPT, remote_engine_id="d0")
         assert params is not None
-        assert isinstance((await every.second("d1", PROMPT, 6, params)).alone, TransportError)
+        holder = await every.legs["d1"].take(leg_parameters(params), "")
+        assert isinstance(holder, EngineInfo)
+        assert holder.engine_id == "d0"
         assert await every.again("d1", PROMPT, 6) == (
             expected(PROMPT, 6),
             "prefilled by p0 again, 16 hits",
@@ -297,6 +344,23 @@ async def test_a_second_leg_without_an_attempt_is_prefilled_again_with_stored_hi
         placed = every.made.service.scheduler.dispatch.recent[-1].assignment
         assert placed is not None
         assert (placed.decode_engine, placed.de_reason) == ("d1", "given")
+        await asyncio.sleep(SETTINGS.second_leg_timeout_s + 1)
+        await every.nothing_is_left()
+
+
+async def test_a_decode_engine_notices_that_the_one_with_the_kv_is_lost() -> None:
+    async with engines(decode=2) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        holder = await every.legs["d1"].take(leg_parameters(params), "")
+        assert isinstance(holder, EngineInfo)
+        lost = asyncio.create_task(every.legs["d1"].until_lost(holder))
+        await asyncio.sleep(2 * REGISTERED_AGAIN_S)
+        assert not lost.done()
+        await every.made.engines["d0"].kill()
+        every.made.lose("d0", certain=True)
+        await lost
+        await every.made.revive("d0")
         await every.nothing_is_left()
 
 

@@ -23,6 +23,7 @@ from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.engine.control.transfer_checks import TransferChecks, check_prompt, with_own_hits
 from dualpath.router.api_keys import engine_headers, engine_keys, server_hosts
+from dualpath.router.engines import EngineInfo
 from dualpath.router.http.server import (
     api_key_guard,
     body_refused,
@@ -55,6 +56,7 @@ from dualpath.router.token_api.wire import (
     server_event,
 )
 from dualpath.router.two_legs import (
+    PASSED_ON_HEADER,
     REQUEST_ID_HEADER,
     LegParameters,
     Prompt,
@@ -219,6 +221,7 @@ class EngineServer:
         takes_legs = settings.engine.two_leg_scheduler
         self._legs = TwoLegs(settings.engine) if takes_legs else None
         self._api = TokenApiClient(engine_headers())
+        self._engine_id = settings.engine.engine_id
 
     async def run_legs(self, app: web.Application) -> AsyncIterator[None]:
         """Be registered with the scheduler while the server runs, if other proxies send legs."""
@@ -322,11 +325,15 @@ class EngineServer:
     ) -> web.StreamResponse:
         """Answer a second leg; unlike vLLM's, this engine cannot compute a prompt itself."""
         reason = "failed"
+        prompt = Prompt(generate.token_ids, generate.cache_salt)
+        compute = functools.partial(prefill_at, self._api, prompt)
         try:
             attempt = await legs.take(params, header)
         except DualPathError:
-            prompt = Prompt(generate.token_ids, generate.cache_salt)
-            compute = functools.partial(prefill_at, self._api, prompt)
+            attempt = await legs.prefill_elsewhere(prompt, compute)
+        if isinstance(attempt, EngineInfo):
+            if PASSED_ON_HEADER not in request.headers:
+                return await self._pass_on(request, generate, attempt, header)
             attempt = await legs.prefill_elsewhere(prompt, compute)
         try:
             generate.kv_transfer_params = to_transfer_params(attempt.transfer)
@@ -338,6 +345,28 @@ class EngineServer:
             return answer
         finally:
             attempt.close(reason)
+
+    async def _pass_on(
+        self,
+        request: web.Request,
+        generate: GenerateRequest[Sampling],
+        holder: EngineInfo,
+        header: str,
+    ) -> web.StreamResponse:
+        """Pass a second leg on to the engine that has its KV; unlike vLLM's, without a fallback."""
+        headers = {
+            "Content-Type": "application/json",
+            REQUEST_ID_HEADER: header,
+            PASSED_ON_HEADER: self._engine_id,
+        }
+        body = msgspec.json.encode(generate)
+        async with self._api.pass_on(holder, GENERATE_PATH, body, headers) as passed:
+            kind = {"Content-Type": passed.headers["Content-Type"]}
+            answer = web.StreamResponse(status=passed.status, headers=kind)
+            await answer.prepare(request)
+            async for piece in passed.content.iter_any():
+                await answer.write(piece)
+            return answer
 
     async def _run(
         self,

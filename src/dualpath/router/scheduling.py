@@ -134,7 +134,11 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class HandedOver(msgspec.Struct, frozen=True):
-    """An attempt that has ended its first leg, for the front end of the second one."""
+    """An attempt that has ended its first leg, for the front end of the second one.
+
+    If ``decode`` is not that front end's engine, the attempt stays offered: that engine has to take
+    it.
+    """
 
     request_id: str
     decode: EngineInfo

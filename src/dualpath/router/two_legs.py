@@ -14,10 +14,16 @@ prefill and persistence are as always.  Its end is not the attempt's: the attemp
 
     remote_request_id   of leg 1's answer, as NIXL's connector calls it
     transfer_id         as Mooncake's proxies call it; both legs may then be sent at once
+    bootstrap_room      of the request's body, as SGLang's routers call it; likewise
     X-Request-Id        the header that proxies send with both legs; likewise
 
-If the KV is not in the buffer of the second leg's DE (``take`` raises), the DE's front end begins
-that leg again, as an attempt that only this DE may serve and of which it runs the first leg itself
+Leg 1 names the DE of leg 2 if the proxy has chosen it by then: as ``remote_engine_id``, or by its
+address in the X-Request-Id, where vLLM's router writes it.  Other proxies choose the DE after leg
+1, and most of them do not read in leg 1's answer which DE has the KV.  ``take`` returns that DE
+then, and the DE that got leg 2 passes it on.
+
+If no DE has the KV any more (``take`` raises), the DE's front end begins that leg again, as an
+attempt that only this DE may serve and of which it runs the first leg itself
 (``prefill_elsewhere``): what the first leg has stored are hits.
 
 Names come from outside, so an engine compares the prompt that it was sent with the prompt of the KV
@@ -29,6 +35,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -48,6 +55,7 @@ from dualpath.core.errors import (
 )
 from dualpath.core.key_cache import KeyCache
 from dualpath.core.names import name_problem
+from dualpath.core.sessions import REGISTER_INTERVAL_S
 from dualpath.core.transfers import (
     DecodeTransfer,
     PrefillTransfer,
@@ -60,6 +68,7 @@ from dualpath.router.engine_calls import Job
 from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.request import check_salt
 from dualpath.router.scheduler.remote import (
+    REGISTERED_AGAIN_S,
     LinkConnection,
     RemoteAttempt,
     RemoteRequest,
@@ -78,7 +87,15 @@ logger = logging.getLogger(__name__)
 #: A leg does not know how many tokens will be generated; the scheduler reserves HBM for so many.
 EXPECTED_NEW_TOKENS = 256
 REQUEST_ID_HEADER = "X-Request-Id"
+#: The ``kv_transfer_params`` of a request.
+PARAMETERS = "kv_transfer_params"
+#: Of SGLang's routers: a number that both legs of a request carry in their body.
+ROOM = "bootstrap_room"
+#: Of a second leg that a decode engine has passed on: the id of that engine.
+PASSED_ON_HEADER = "X-DualPath-Passed-On-By"
 _NAMES = ("remote_request_id", "transfer_id")
+#: How vLLM's router writes the addresses of both engines into the id of a request.
+_DECODE_ADDRESS = re.compile(r"___decode_addr_(?P<address>.+)_[0-9a-f]{32}")
 _LIMITS = RouterSettings()
 
 
@@ -101,6 +118,22 @@ def leg_parameters(params: Mapping[str, Any] | None) -> LegParameters:
         raise BadRequestError(
             f"kv_transfer_params: {error}; send those of vLLM's disaggregated serving, or none"
         ) from error
+
+
+def leg_of(request: Mapping[str, Any], role: Role) -> LegParameters:
+    """Return the parameters of the leg that an engine of this role got with this body.
+
+    Raises ``BadRequestError`` for a malformed value.
+    """
+    given = request.get(PARAMETERS)
+    room = request.get(ROOM)
+    if not given and room is not None:
+        # SGLang's routers send both legs alike, so the role of the engine says which one it is.
+        first = role is Role.PREFILL
+        return LegParameters(
+            do_remote_decode=first, do_remote_prefill=not first, transfer_id=f"room-{room}"
+        )
+    return leg_parameters(given if isinstance(given, dict) else None)
 
 
 def handover_name(params: LegParameters, request_id: str = "") -> str:
@@ -287,11 +320,23 @@ class TwoLegs:
         order = msgspec.structs.replace(
             order,
             prefill_engine=self.engine_id,
-            decode_engine=params.remote_engine_id or "",
+            decode_engine=params.remote_engine_id or self._decode_engine_in(request_id),
             handover=handover_name(params, request_id) or order.attempt_id,
         )
         async with _deadline(order.handover):
             return await self._first_leg(order, compute)
+
+    def _decode_engine_in(self, request_id: str) -> str:
+        """Return the decode engine that a request id names by its address, empty if it names none.
+
+        vLLM's router sends such ids: ``___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_HEX``.
+        """
+        named = _DECODE_ADDRESS.search(request_id)
+        if named is None:
+            return ""
+        address = named["address"]
+        engines = self._link.engines.alive(Role.DECODE)
+        return next((e.engine_id for e in engines if urlsplit(e.api_url).netloc == address), "")
 
     async def _order(self, prompt: Prompt, wait_s: float) -> AttemptOrder:
         """Return the order of an attempt at a prompt.
@@ -391,8 +436,19 @@ class TwoLegs:
 
     # ------------------------------------------------------------------ leg 2
 
-    async def take(self, params: LegParameters, request_id: str) -> SecondLeg:
-        """Return the attempt that a second leg continues at this DE.
+    async def until_lost(self, engine: EngineInfo) -> None:
+        """Return when the scheduler has not known an engine for ``REGISTERED_AGAIN_S``.
+
+        While the scheduler is away, its engines count as alive.
+        """
+        known, absent_s = self._link.engines, 0.0
+        while absent_s < REGISTERED_AGAIN_S:
+            await asyncio.sleep(REGISTER_INTERVAL_S)
+            alive = known.waits() or known.live(engine.engine_id, engine.epoch) is not None
+            absent_s = 0.0 if alive else absent_s + REGISTER_INTERVAL_S
+
+    async def take(self, params: LegParameters, request_id: str) -> SecondLeg | EngineInfo:
+        """Return the attempt that a second leg continues at this DE, or the DE that has its KV.
 
         The caller calls ``decoding_started`` when the DE generates, ``decoded`` after its last
         token, and ``close`` in any case.  Raises an error of ``core.errors`` with the reason if
@@ -408,6 +464,8 @@ class TwoLegs:
         # Not long: without the scheduler the prompt is computed here.
         await self._link.wait_for_engines(0, 1, _LIMITS.first_leg_timeout_s)
         attempt = await self._link.take(name, self.engine_id)
+        if isinstance(attempt, EngineInfo):
+            return attempt
         try:
             attempt.check()
         except (EngineLostError, TransportError):

@@ -48,7 +48,7 @@ from dualpath.router.token_api.open_calls import (
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.drain_on_sigterm import drain_engine_core, drain_on_sigterm
 from dualpath.vllm.engine_arguments import CONNECTOR, engine_settings, engine_values
-from dualpath.vllm.two_leg_server import LEG_PATHS, MISDIRECTED, TwoLegServer
+from dualpath.vllm.two_leg_server import LEG_PATHS, MISDIRECTED, QUERY_PATH, TwoLegServer
 
 BAD_REQUEST = 400
 UNAUTHORIZED = 401
@@ -151,6 +151,8 @@ class EngineGuard:
             await _refuse(scope, send, *refused)
         elif path == OPEN_CALLS_PATH and role is not None:
             await send_all(send, json_answer(HTTPStatus.OK, self._calls.body()))
+        elif path == QUERY_PATH and method == "GET" and self._legs is not None:
+            await self._legs.answer_query(send)
         elif may_compute and self._legs is not None and path in LEG_PATHS:
             if (body := await _body(receive)) is not None:
                 await self._legs.serve(scope, body, receive, send)

@@ -6,10 +6,11 @@ both sides.  The body of a leg is passed on with other ``kv_transfer_params``:
 - *Leg 1* at a PE: vLLM's own render route makes the tokens, for the block keys.  vLLM then gets
   exactly these tokens, one token to generate, and a prefill transfer.  Its answer gets the
   ``kv_transfer_params`` for leg 2.
-- *Leg 2* at a DE: vLLM gets the request with a decode transfer.  If the KV is not in this DE's
-  buffer, a prefill engine of the scheduler's choice fills it, with what is stored by then.  If that
-  fails, and for requests without parameters, the DE computes the prompt itself.  The header
-  ``PREFILL_HEADER`` of its answer gives the reason.
+- *Leg 2* at a DE: vLLM gets the request with a decode transfer.  If the KV is in the buffer of
+  another DE, that one gets the request, and this server passes its answer on.  If no DE has the KV,
+  a prefill engine of the scheduler's choice fills this DE's buffer, with what is stored by then.
+  If that fails, and for requests without parameters, the DE computes the prompt itself.  The
+  header ``PREFILL_HEADER`` of its answer gives the reason.
 
 A PE computes nothing else: its layers share memory.  ``TransferChecks`` compares the prompt that
 vLLM has tokenised with the prompt of the KV that is used.
@@ -26,7 +27,7 @@ from typing import Any
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.errors import BadRequestError, DualPathError, TransportError
+from dualpath.core.errors import BadRequestError, DualPathError, EngineLostError, TransportError
 from dualpath.core.names import in_one_line
 from dualpath.core.transfers import PrefillTransfer, to_transfer_params
 from dualpath.engine.settings import EngineSettings
@@ -41,18 +42,22 @@ from dualpath.router.asgi import (
     own_path,
     send_all,
 )
+from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.limits import refusal
-from dualpath.router.token_api.client import TokenApi, TokenApiClient
+from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.statuses import status_of
 from dualpath.router.two_legs import (
+    PARAMETERS,
+    PASSED_ON_HEADER,
     REQUEST_ID_HEADER,
     LegParameters,
     Prompt,
     SecondLeg,
     TwoLegs,
-    leg_parameters,
+    leg_of,
     prefill_at,
 )
+from dualpath.router.waits import run_until_broken
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +70,24 @@ PREFILL_HEADER = "X-DualPath-Prefill"
 MISDIRECTED = 421
 #: vLLM ends an aborted call in far less.
 ABORT_S = 5.0
-PARAMETERS = "kv_transfer_params"
+#: Where proxies for Mooncake ask which engine a prefill server has.
+QUERY_PATH = "/query"
 _TOKEN_IDS = "prompt_token_ids"
+#: Of a request or an answer: what concerns one connection, or is made for each connection.
+_PER_CONNECTION = frozenset(
+    {
+        "connection",
+        "content-length",
+        "date",
+        "host",
+        "keep-alive",
+        "server",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
 
 
 class _Answer:
@@ -147,9 +168,10 @@ class TwoLegServer:
         app: App,
         settings: EngineSettings,
         legs: TwoLegs | None = None,
-        api: TokenApi | None = None,
+        api: TokenApiClient | None = None,
     ) -> None:
         self._app = app
+        self._engine_id = settings.engine_id
         self._api = api or TokenApiClient(engine_headers())
         self._role = settings.role
         self._adapters = frozenset(settings.lora_modules)
@@ -169,8 +191,7 @@ class TwoLegServer:
         client = _Client(receive)
         try:
             request = _decoded(body)
-            given = request.get(PARAMETERS)
-            params = leg_parameters(given if isinstance(given, dict) else None)
+            params = leg_of(request, self._role)
             if self._role is Role.PREFILL:
                 await client.while_here(self._first(scope, request, params, client, send))
             else:
@@ -179,6 +200,11 @@ class TwoLegServer:
             await send_all(send, refusal(status_of(error), str(error)))
         finally:
             client.close()
+
+    async def answer_query(self, send: Send) -> None:
+        """Answer a ``GET`` of ``QUERY_PATH`` as Mooncake's bootstrap server does."""
+        found = {"0": {"engine_id": self._engine_id, "worker_addr": {}}}
+        await send_all(send, json_answer(HTTPStatus.OK, msgspec.json.encode(found)))
 
     # ------------------------------------------------------------------ leg 1, at a PE
 
@@ -192,8 +218,9 @@ class TwoLegServer:
     ) -> None:
         if not params.do_remote_decode:
             reason = (
-                "this prefill engine computes first legs only: send requests without "
-                "do_remote_decode in kv_transfer_params to a decode engine"
+                "this prefill engine computes first legs only, which have do_remote_decode in "
+                "kv_transfer_params: set your proxy to send it, and send other requests to a "
+                "decode engine"
             )
             await send_all(send, refusal(MISDIRECTED, reason))
             return
@@ -239,8 +266,8 @@ class TwoLegServer:
         self, scope: Message, request: dict[str, Any], client: _Client
     ) -> Prompt | _Answer:
         """Return the prompt as vLLM renders and tokenises it, or vLLM's refusal."""
-        asked = {key: value for key, value in request.items() if key != PARAMETERS}
-        asked |= {"stream": False, "stream_options": None, "max_tokens": 1}
+        asked = of_one_token(request)
+        asked.pop(PARAMETERS, None)
         answer = _Answer()
         await self._call(scope, f"{own_path(scope)}/render", asked, client, answer)
         if answer.status != HTTPStatus.OK:
@@ -290,33 +317,111 @@ class TwoLegServer:
             return
         found: list[SecondLeg] = []
 
-        async def find() -> None:
-            found.append(await self._find(scope, request, params, client))
+        async def find(missing: str) -> None:
+            found.append(await self._again(scope, request, client, missing))
+
+        async def take() -> None:
+            try:
+                attempt = await self._legs.take(params, _header(scope, REQUEST_ID_HEADER))
+            except DualPathError as error:
+                await find(str(error))
+                return
+            if not isinstance(attempt, EngineInfo):
+                found.append(attempt)
+            elif not await self._at_holder(scope, request, attempt, send):
+                await find(f"the KV is at {attempt.engine_id}, which does not answer")
 
         try:
             _refuse_several(request)
             self._refuse_unsupported(request)
-            await client.while_here(find())
+            await client.while_here(take())
         except DualPathError as error:
             logger.warning("a second leg's prompt is computed here: %s", error)
             await self._alone(scope, request, client, send, f"here; {error}")
             return
         if not found:
-            return  # The client has left.
+            return  # The client has left, or another engine has answered.
         (leg,) = found
         body = {**request, PARAMETERS: second_leg_parameters(request, leg)}
         held = await _run(leg, lambda passing: self._forward(scope, body, client, passing), send)
         if held is not None:
             await self._alone(scope, request, client, send, f"here; vLLM answered {held}")
 
-    async def _find(
-        self, scope: Message, request: dict[str, Any], params: LegParameters, client: _Client
-    ) -> SecondLeg:
-        """Return the attempt of a second leg, of its first leg or a new one."""
+    async def _at_holder(
+        self, scope: Message, request: dict[str, Any], holder: EngineInfo, send: Send
+    ) -> bool:
+        """Pass a second leg on to the DE that has its KV; return whether the client has an answer.
+
+        It has none if that engine does not answer, or answers with a status of 500 or more.
+        """
+        if passed_on_by := _header(scope, PASSED_ON_HEADER):
+            logger.warning("%s has passed a leg on, but its KV is elsewhere", passed_on_by)
+            return False
+        began = False
+
+        async def sending(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        lost: asyncio.Future[None] = asyncio.ensure_future(self._lost(holder))
         try:
-            return await self._legs.take(params, _header(scope, REQUEST_ID_HEADER))
+            await run_until_broken(self._pass_on(scope, request, holder, sending), lost)
         except DualPathError as error:
-            missing = error
+            logger.warning("a second leg was passed on in vain: %s", error)
+            if began:
+                await send({"type": "http.response.body", "body": _last_event(error)})
+        finally:
+            lost.cancel()
+        return began
+
+    async def _lost(self, engine: EngineInfo) -> None:
+        """Raise ``EngineLostError`` when the engine is lost."""
+        await self._legs.until_lost(engine)
+        raise EngineLostError(f"engine {engine.engine_id} is lost; check that it runs, and its log")
+
+    async def _pass_on(
+        self, scope: Message, request: dict[str, Any], holder: EngineInfo, send: Send
+    ) -> None:
+        """Pass a request and its answer on.
+
+        Raises an error of ``core.errors`` without an answer below 500, and if a stream breaks off.
+        """
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name.decode("latin-1").lower() not in _PER_CONNECTION
+        }
+        headers[PASSED_ON_HEADER] = self._engine_id
+        body = msgspec.json.encode(request)
+        async with self._api.pass_on(holder, own_path(scope), body, headers) as answer:
+            if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                text = (await answer.read()).decode("utf-8", "replace")
+                raise EngineLostError(
+                    f"engine {holder.engine_id} answered {answer.status}: {in_one_line(text)}; "
+                    "see its log"
+                )
+            streams = answer.content_type == "text/event-stream"
+            # A whole answer is sent when all of it is here: until then another engine can answer.
+            whole = b"" if streams else await answer.read()
+            shown = [
+                (name.lower().encode("latin-1"), value.encode("latin-1"))
+                for name, value in answer.headers.items()
+                if name.lower() not in {*_PER_CONNECTION, PREFILL_HEADER.lower()}
+            ]
+            origin = f"{answer.headers.get(PREFILL_HEADER, '')}; at {holder.engine_id}"
+            await _with_header(send, origin)(
+                {"type": "http.response.start", "status": answer.status, "headers": shown}
+            )
+            if streams:
+                async for piece in answer.content.iter_any():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": whole})
+
+    async def _again(
+        self, scope: Message, request: dict[str, Any], client: _Client, missing: str
+    ) -> SecondLeg:
+        """Return a new attempt of a second leg; ``missing`` is why it has none of its first leg."""
         try:
             prompt = await self._rendered(scope, request, client)
             if isinstance(prompt, _Answer):
@@ -347,6 +452,12 @@ class TwoLegServer:
     ) -> None:
         content = msgspec.json.encode(request)
         await self._app(_with_body(scope, own_path(scope), content), client.sends(content), send)
+
+
+def _last_event(error: DualPathError) -> bytes:
+    """Return the event that ends a stream with an error."""
+    answer = refusal(status_of(error), str(error))[1]
+    return b"data: " + bytes(answer["body"]) + b"\n\n"
 
 
 async def _run(
@@ -398,22 +509,28 @@ class _Rendered(msgspec.Struct):
 def first_leg_body(
     request: Mapping[str, Any], path: str, token_ids: Sequence[int], transfer: PrefillTransfer
 ) -> dict[str, Any]:
-    """Return the body of a first leg for vLLM: these tokens, and one to generate.
-
-    What the answer would show of the prompt is left out, as the proxy discards it and vLLM would
-    compute hits again for it.
-    """
-    dropped = ("stream_options", "min_tokens", "prompt_logprobs", "echo")
-    leg = {key: value for key, value in request.items() if key not in dropped}
-    leg |= {"n": 1, "stream": False, "max_tokens": 1}
-    if "max_completion_tokens" in leg:
-        leg["max_completion_tokens"] = 1
+    """Return the body of a first leg for vLLM: these tokens, and one to generate."""
+    leg = of_one_token(request)
     leg[PARAMETERS] = to_transfer_params(transfer)
     if path == CHAT_PATH:
         leg[PARAMETERS][_TOKEN_IDS] = token_ids
     else:
         leg["prompt"] = token_ids
     return leg
+
+
+def of_one_token(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request for one token, in one answer; a proxy may have left the client's limits.
+
+    What the answer would show of the prompt is left out, as the proxy discards it and vLLM would
+    compute hits again for it.
+    """
+    dropped = ("stream_options", "min_tokens", "prompt_logprobs", "echo")
+    made = {key: value for key, value in request.items() if key not in dropped}
+    made |= {"n": 1, "stream": False, "max_tokens": 1}
+    if "max_completion_tokens" in made:
+        made["max_completion_tokens"] = 1
+    return made
 
 
 def second_leg_parameters(request: Mapping[str, Any], leg: SecondLeg) -> dict[str, Any]:
@@ -423,7 +540,7 @@ def second_leg_parameters(request: Mapping[str, Any], leg: SecondLeg) -> dict[st
         # vLLM reports them as the prompt's cached tokens; its own hit is the whole prompt.
         made["do_remote_prefill"] = True
         made["remote_prefill_cached_tokens"] = leg.hit_tokens
-    if (token_ids := request[PARAMETERS].get(_TOKEN_IDS)) is not None:
+    if (token_ids := (request.get(PARAMETERS) or {}).get(_TOKEN_IDS)) is not None:
         made[_TOKEN_IDS] = token_ids
     return made
 

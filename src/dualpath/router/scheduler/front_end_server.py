@@ -244,16 +244,19 @@ class FrontEndSession:
         )
 
     async def _take(self, message: m.TakeAttempt) -> HandedOver:
-        """Own an attempt for its second leg."""
+        """Own an attempt for its second leg, if its KV is at the front end's decode engine."""
         offered = await self._scheduler.handovers.take(message.handover, message.engine_id)
         assert isinstance(offered, OfferedAttempt), "what this server has offered"
         attempt, name = offered.attempt, offered.attempt.attempt_id
+        handed = HandedOver(offered.request_id, attempt.decode_engine, attempt.decode_transfer)
+        if handed.decode.engine_id != message.engine_id:
+            return handed
         self._requests[offered.request_id] = offered.request
         self._keys[offered.request_id] = ()
         self._placed.add(name)
         offered.listener.move(self._placed, self._send)
         self._own(name, attempt, offered.listener)
-        return HandedOver(offered.request_id, attempt.decode_engine, attempt.decode_transfer)
+        return handed
 
     def _broken(self, name: str, attempt: "EngineAttempt", broken: "asyncio.Future[None]") -> None:
         if self._attempts.get(name) is attempt and not broken.cancelled():

@@ -4,17 +4,20 @@ With another proxy in front of the engines, each engine is the front end of its 
 (``router.two_legs``).  The first leg's front end *offers* its attempt under a name that both legs
 know; the second leg's front end, at the decode engine, *takes* it.  Either may come first.
 
+A second leg that comes to another decode engine than the one with the KV does not end an offer:
+its front end learns which engine has the KV, and passes the leg on to it.
+
 Nothing is left over: an offer that is not taken within ``second_leg_timeout_s`` is closed, as is
-one that has lost its DE, has its second leg at another engine, or has a name that is offered
-again.  A second leg that waits learns within ``first_leg_timeout_s`` that no first leg runs under
-its name.  An offer belongs to no front end: it outlives the session of the one that made it.
+one that has lost its DE, or has a name that is offered again.  A second leg that waits learns
+within ``first_leg_timeout_s`` that no first leg runs under its name.  An offer belongs to no front
+end: it outlives the session of the one that made it.
 """
 
 import asyncio
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from dualpath.core.errors import BadRequestError, DeadlineError, EngineLostError, TransportError
+from dualpath.core.errors import BadRequestError, DeadlineError, EngineLostError
 from dualpath.router.settings import RouterSettings
 
 if TYPE_CHECKING:
@@ -105,25 +108,21 @@ class Handovers:
         offered.broken.add_done_callback(lambda broken: self._broken(name, offered, broken))
 
     async def take(self, name: str, engine_id: str) -> Offered:
-        """Return the attempt of this name; its KV is in the buffer of this decode engine.
+        """Return the attempt of this name; it stays offered if its KV is at another decode engine.
 
         Waits for a first leg that runs or begins within ``first_leg_timeout_s``.  Raises
-        ``DeadlineError`` without one, ``TransportError`` if the KV is at another engine (the
-        attempt is then closed), and ``BadRequestError`` if another second leg waits for it.
+        ``DeadlineError`` without one, ``EngineLostError`` if the other decode engine is lost, and
+        ``BadRequestError`` if another second leg waits for it.
         """
         if name in self._offers:
-            offered, timer = self._offers.pop(name)
-            timer.cancel()
-        else:
-            offered = await self._wait(name, engine_id)
-        holder = offered.decode_engine.engine_id
-        if holder != engine_id:
-            reason = f"the KV is in the buffer of {holder}, the second leg was sent to {engine_id}"
-            offered.close(reason)
-            raise TransportError(
-                f"{reason}; send it there, or let the first leg name {engine_id} as its "
-                "remote_engine_id"
-            )
+            offered, timer = self._offers[name]
+            if offered.decode_engine.engine_id == engine_id:
+                del self._offers[name]
+                timer.cancel()
+            return offered
+        offered = await self._wait(name, engine_id)
+        if offered.decode_engine.engine_id != engine_id:
+            self.offer(name, offered)
         return offered
 
     async def _wait(self, name: str, engine_id: str) -> Offered:

@@ -492,23 +492,29 @@ class RemoteScheduling:
                 self._away(f"does not answer within {_ANSWER_S:g} s")
             ) from error
 
-    async def take(self, handover: str, engine_id: str) -> TakenAttempt:
+    async def take(self, handover: str, engine_id: str) -> "TakenAttempt | EngineInfo":
         """Return the attempt of this name for its second leg, at this decode engine.
 
-        Waits for the first leg, as ``Handovers.take`` does, and raises its errors.  If the wait is
-        cancelled, the attempt is closed as soon as it comes.
+        If its KV is at another decode engine, that engine is returned, and the attempt stays
+        offered.  Waits for the first leg, as ``Handovers.take`` does, and raises its errors.  If
+        the wait is cancelled, the attempt is closed as soon as it comes.
         """
         call = asyncio.create_task(
             self.call(lambda call_id: m.TakeAttempt(call_id, handover, engine_id), HandedOver)
         )
         try:
-            return TakenAttempt(self, await asyncio.shield(call))
+            handed = await asyncio.shield(call)
         except asyncio.CancelledError:
-            call.add_done_callback(self._unwanted)
+            call.add_done_callback(lambda call: self._unwanted(call, engine_id))
             raise
+        if handed.decode.engine_id != engine_id:
+            return handed.decode
+        return TakenAttempt(self, handed)
 
-    def _unwanted(self, call: "asyncio.Task[HandedOver]") -> None:
-        if not call.cancelled() and call.exception() is None:
+    def _unwanted(self, call: "asyncio.Task[HandedOver]", engine_id: str) -> None:
+        if call.cancelled() or call.exception() is not None:
+            return
+        if call.result().decode.engine_id == engine_id:
             TakenAttempt(self, call.result()).close("its second leg was cancelled")
 
     def break_unplaced(self, why: str) -> None:

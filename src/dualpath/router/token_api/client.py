@@ -151,27 +151,23 @@ class TokenApiClient:
             self._session = None
 
     @asynccontextmanager
-    async def _post(
-        self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
+    async def pass_on(
+        self, engine: EngineInfo, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = {
-            **self._headers,
-            **(job.trace_headers or {}),
-            **_to_rank(engine),
-            **call_header(request.request_id),
-            "Content-Type": "application/json",
-        }
-        url = engine.api_url.rstrip("/") + GENERATE_PATH
+        """Send a client's request to an engine; the head of its answer, of any status, is there.
+
+        ``headers`` are the client's; the engines' key replaces the client's key.
+        """
+        url = engine.api_url.rstrip("/") + path
+        own = {name.lower() for name in self._headers}
+        passed = {name: value for name, value in headers.items() if name.lower() not in own}
         try:
             async with sent(
                 self._open_session(),
                 *("POST", url),
-                data=msgspec.json.encode(request),
-                headers=headers,
+                data=body,
+                headers={**passed, **self._headers, **_to_rank(engine)},
             ) as response:
-                if response.status != 200:
-                    message = _error_text(await response.read())
-                    raise engine_error(_named(engine), response.status, message)
                 try:
                     yield response
                 finally:
@@ -179,6 +175,22 @@ class TokenApiClient:
                         response.close()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise _silent(engine, error) from error
+
+    @asynccontextmanager
+    async def _post(
+        self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = {
+            **(job.trace_headers or {}),
+            **call_header(request.request_id),
+            "Content-Type": "application/json",
+        }
+        body = msgspec.json.encode(request)
+        async with self.pass_on(engine, GENERATE_PATH, body, headers) as response:
+            if response.status != 200:
+                message = _error_text(await response.read())
+                raise engine_error(_named(engine), response.status, message)
+            yield response
 
     def _open_session(self) -> aiohttp.ClientSession:
         """Return the session, made on first use because it belongs to the running loop."""
