@@ -1,4 +1,4 @@
-"""Bodies of the emulated router's ``/v1/completions`` and ``/v1/chat/completions``, as in vLLM.
+"""Bodies of the emulated router's completions, chats, `/tokenize` and `/detokenize`, as in vLLM.
 
 Prompts are token ids or text; ``emulated.words`` makes tokens of text.  Exactly as many tokens are
 generated as the request allows, and they depend on the prompt alone: sampling parameters, stop
@@ -151,6 +151,28 @@ class ChatRequest(Request, kw_only=True):
     def default_tokens(self, free_tokens: int) -> int:
         """See ``Request``."""
         return max(min(CHAT_TOKENS, free_tokens), 1)
+
+
+class TokenizeRequest(msgspec.Struct):
+    """A request for the tokens of a text, or of a chat's prompt."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Any] | None = None
+
+    def prompt_tokens(self, words: Words) -> list[int]:
+        """Return the token ids; raises ``BadRequestError``."""
+        if self.messages is not None:
+            return ChatRequest(messages=self.messages, tools=self.tools).prompt_tokens(words)
+        if self.prompt is None:
+            raise BadRequestError("the body has neither prompt nor messages; send one of them")
+        return words.encode(self.prompt)
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """A request for the text of token ids."""
+
+    tokens: list[int]
 
 
 class Answer:

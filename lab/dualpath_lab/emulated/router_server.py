@@ -5,6 +5,7 @@ a model.  This server needs neither vLLM nor a model:
 
     POST /v1/completions        token ids or text in, token ids or text out
     POST /v1/chat/completions   messages in, text out
+    POST /tokenize, /detokenize   tokens of a text, and back
     GET  /v1/models             the one model, by the name that the first engine registered
     GET  /dualpath/v1/status    as in `dualpath router`
     POST, DELETE /dualpath/v1/sessions/SESSION   as in `dualpath router`
@@ -15,7 +16,7 @@ a model.  This server needs neither vLLM nor a model:
 
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 from aiohttp import web
@@ -75,7 +76,9 @@ from dualpath_lab.emulated.openai_api import (
     Answer,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     Request,
+    TokenizeRequest,
 )
 from dualpath_lab.emulated.requests import Sampling
 from dualpath_lab.emulated.words import VOCAB_SIZE, Words
@@ -181,6 +184,8 @@ class RouterServer:
         )
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/dualpath/v1/status", self._status)
         app.router.add_post(SESSION_PATH, self._session)
@@ -252,14 +257,7 @@ class RouterServer:
         registered, so that the block size is unknown.
         """
         registry = self._service.registry
-        if registry.namespace is None:
-            await self._service.wait_ready(1, 1, self._service.settings.engine_wait_s)
-        assert registry.namespace is not None
-        if self._memory is None:
-            self._memory = KeyCache(registry.namespace.geometry.block_tokens)
-            self._words = Words(registry.limit("vocab_size") or VOCAB_SIZE)
-            self._model = self._model_name()
-        memory = self._memory
+        memory = await self._model_facts()
         if asked.n not in (None, 1):
             raise BadRequestError(f"n is {asked.n}, but this endpoint supports only 1; set n to 1")
         prompt = asked.prompt_tokens(self._words)
@@ -292,6 +290,44 @@ class RouterServer:
                 asked.vllm_xargs or {}, asked.session_id or headers.get(SESSION_HEADER)
             ),
         )
+
+    async def _model_facts(self) -> KeyCache:
+        """Wait until engines have registered, and read their model; raises ``DeadlineError``."""
+        if self._memory is None:
+            registry = self._service.registry
+            if registry.namespace is None:
+                await self._service.wait_ready(1, 1, self._service.settings.engine_wait_s)
+            assert registry.namespace is not None
+            self._memory = KeyCache(registry.namespace.geometry.block_tokens)
+            self._words = Words(registry.limit("vocab_size") or VOCAB_SIZE)
+            self._model = self._model_name()
+        return self._memory
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        async def answer(body: bytes) -> object:
+            asked = decode_body(body, TokenizeRequest)
+            await self._model_facts()
+            tokens = asked.prompt_tokens(self._words)
+            context_tokens = self._service.registry.limit("max_model_len")
+            return {"count": len(tokens), "max_model_len": context_tokens, "tokens": tokens}
+
+        return await self._converted(request, answer)
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        async def answer(body: bytes) -> object:
+            return {"prompt": Words.decode(decode_body(body, DetokenizeRequest).tokens)}
+
+        return await self._converted(request, answer)
+
+    async def _converted(
+        self, request: web.Request, answer: Callable[[bytes], Awaitable[object]]
+    ) -> web.Response:
+        try:
+            return json_answer(await answer(await read_body(request, self._bodies)))
+        except BodyRefusedError as error:
+            return body_refused(error)
+        except DualPathError as error:
+            return error_answer(error)
 
     def _model_name(self) -> str:
         return str(self._service.status()["model"] or "emulated")
