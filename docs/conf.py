@@ -98,6 +98,7 @@ NAVIGATION = {
         "docs/how-to/read-a-trace",
         "docs/how-to/lab",
         "docs/how-to/emulate",
+        "docs/how-to/agent-benchmarks",
         "docs/how-to/chaos",
         "docs/how-to/*",
     ),

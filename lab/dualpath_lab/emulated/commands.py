@@ -1,5 +1,7 @@
 """Commands that start emulated engines and their router, for the same launcher as vLLM clusters."""
 
+from typing import Any
+
 import msgspec
 
 from dualpath.core.addresses import HostPort, http_url, tcp_endpoint
@@ -13,12 +15,16 @@ from dualpath_lab.emulated.settings import EmulatedOptions
 
 
 def emulated_commands(
-    options: EmulatedOptions, router: RouterSettings | None = None, *, touch_memory: bool = False
+    options: EmulatedOptions,
+    router: RouterSettings | None = None,
+    engine: EngineSettings | None = None,
+    *,
+    touch_memory: bool = False,
 ) -> Commands:
     """Return the commands that start engines with these options and a router with these settings.
 
     Addresses, mode, storage, buffers and transport are those of the cluster, and so is the model if
-    the options name none.
+    the options name none.  Other settings of an engine are those of ``engine``.
     """
     router_settings = router or RouterSettings()
 
@@ -47,19 +53,22 @@ def emulated_commands(
         **more: object,
     ) -> list[str]:
         rank = dp or DpRank(0, 1, 0)
-        engine = EngineSettings(
-            role=role,
-            engine_id=rank_id(named_as or role, index, rank.rank, rank.size),
-            router=tcp_endpoint(router_host, control_port),
-            api_url=http_url(host, port),
-            storage=settings.storage,
-            mode=settings.mode,
-            buffer_bytes=settings.buffer_bytes,
-            layer_buffers=settings.layer_buffers,
-            compute_quota_s=settings.compute_quota_s,
-            touch_memory=touch_memory,
-            transport=settings.transport,
-        )
+        named: dict[str, Any] = {
+            "role": role,
+            "engine_id": rank_id(named_as or role, index, rank.rank, rank.size),
+            "router": tcp_endpoint(router_host, control_port),
+            "api_url": http_url(host, port),
+            "storage": settings.storage,
+            "mode": settings.mode,
+            "buffer_bytes": settings.buffer_bytes,
+            "layer_buffers": settings.layer_buffers,
+            "compute_quota_s": settings.compute_quota_s,
+            "transport": settings.transport,
+        }
+        if engine is None:
+            one = EngineSettings(**named, touch_memory=touch_memory)
+        else:
+            one = msgspec.structs.replace(engine, **named)
         own = msgspec.structs.replace(
             options,
             host=host,
@@ -69,7 +78,7 @@ def emulated_commands(
             dp_size=rank.size,
             dp_address=str(HostPort(rank.address, rank.rpc_port)) if dp else "",
         )
-        of_role, *flags = arguments(engine, positional=("role",))
+        of_role, *flags = arguments(one, positional=("role",))
         return ["emulate", of_role, *flags, *arguments(own)]
 
     return Commands(ROUTER_ENTRY, router_command, ROUTER_ENTRY, engine_command)

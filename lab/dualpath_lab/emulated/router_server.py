@@ -1,9 +1,11 @@
-"""A light router: the router's service with an HTTP server for prompts of token ids.
+"""A light router: the router's service with an HTTP server for emulated engines.
 
-`dualpath router` serves emulated engines as well, but it includes vLLM's whole front end, for text.
-This server needs neither vLLM nor a model:
+`dualpath router` serves emulated engines as well, with vLLM's whole front end and the tokenizer of
+a model.  This server needs neither vLLM nor a model:
 
-    POST /v1/completions        token ids in, token ids out
+    POST /v1/completions        token ids or text in, token ids or text out
+    POST /v1/chat/completions   messages in, text out
+    POST /tokenize, /detokenize   tokens of a text, and back
     GET  /v1/models             the one model, by the name that the first engine registered
     GET  /dualpath/v1/status    as in `dualpath router`
     POST, DELETE /dualpath/v1/sessions/SESSION   as in `dualpath router`
@@ -14,11 +16,9 @@ This server needs neither vLLM nor a model:
 
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import Annotated, Any
 
-import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -72,7 +72,17 @@ from dualpath.router.settings import LinkSettings, RouterSettings
 from dualpath.router.token_api.client import TokenApi, TokenApiClient, token_event
 from dualpath.router.token_api.statuses import UNAVAILABLE, api_error
 from dualpath.router.token_api.wire import STREAM_END, GenerateRequest, decode_body, server_event
+from dualpath_lab.emulated.openai_api import (
+    CHAT_TOKENS,
+    Answer,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Request,
+    TokenizeRequest,
+)
 from dualpath_lab.emulated.requests import Sampling
+from dualpath_lab.emulated.words import VOCAB_SIZE, Words
 
 # ----------------------------------------------------------------------------------- engine client
 # The emulated router's calls to engines, for jobs of token ids without sampling parameters.
@@ -143,23 +153,6 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 SESSION_HEADER = "X-Session-ID"
 
 
-class CompletionRequest(msgspec.Struct):
-    """A completion request with token ids; exactly ``max_tokens`` tokens are generated.
-
-    Other fields are ignored.  ``n`` is decoded only to refuse values other than 1, ``session_id``
-    and ``vllm_xargs`` are decoded for the hints of ``core.session_hints``.
-    """
-
-    prompt: list[int]
-    n: int = 1
-    max_tokens: int = 16
-    cache_salt: str | None = None
-    stream: bool = False
-    session_id: str | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
-    vllm_xargs: dict[str, Any] = {}
-
-
 class RouterServer:
     """HTTP application for a service; both belong to the same event loop.
 
@@ -172,6 +165,8 @@ class RouterServer:
         self._host = host
         self._bodies = ArrivingBodies(service.settings)
         self._memory: KeyCache | None = None
+        self._words = Words()
+        self._model = ""
 
     def app(self) -> web.Application:
         """Return the application."""
@@ -189,6 +184,9 @@ class RouterServer:
             ],
         )
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/dualpath/v1/status", self._status)
         app.router.add_post(SESSION_PATH, self._session)
@@ -200,24 +198,31 @@ class RouterServer:
         return app
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, CompletionRequest)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, ChatRequest)
+
+    async def _answer(self, request: web.Request, kind: type[Request]) -> web.StreamResponse:
         try:
             # Checked before the body is read, because a full router must not buffer bodies.
             if (refusal := self._service.turned_away()) is not None:
                 raise refusal
             body = await read_body(request, self._bodies)
-            completion = decode_body(body, CompletionRequest)
-            job = await self._job(completion, request.headers)
+            asked = decode_body(body, kind)
+            job = await self._job(asked, request.headers)
         except BodyRefusedError as error:
             return body_refused(error)
         except DualPathError as error:
             return error_answer(error)
+        answer = Answer(asked, job.request_id, job.prompt_tokens, self._model)
         events = self._service.submit(job)
         try:
             # An error before the first token becomes an HTTP status, not an event of a stream.
             first = await anext(events)
-            if completion.stream:
-                return await self._stream(request, completion, first, events)
-            return json_answer(_whole(completion, [first, *[event async for event in events]]))
+            if asked.stream:
+                return await self._stream(request, answer, first, events)
+            return json_answer(answer.whole([first, *[event async for event in events]]))
         except DualPathError as error:
             return error_answer(error)
         finally:
@@ -228,72 +233,112 @@ class RouterServer:
     async def _stream(
         self,
         request: web.Request,
-        completion: CompletionRequest,
+        answer: Answer,
         first: TokenEvent,
         rest: AsyncIterator[TokenEvent],
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await response.write(server_event(_chunk(first)))
-        generated = len(first.token_ids)
+        await response.write(server_event(answer.chunk(first)))
         try:
             async for event in rest:
-                generated += len(event.token_ids)
-                await response.write(server_event(_chunk(event)))
+                await response.write(server_event(answer.chunk(event)))
         except DualPathError as error:
             await response.write(server_event({"error": api_error(error)}))
         else:
-            usage = _usage(completion, generated, first.cached_tokens)
-            await response.write(server_event({"choices": [], "usage": usage}))
+            if (usage := answer.last_chunk()) is not None:
+                await response.write(server_event(usage))
         await response.write(STREAM_END)
         return response
 
-    async def _job(self, completion: CompletionRequest, headers: Mapping[str, str]) -> Job:
+    async def _job(self, asked: Request, headers: Mapping[str, str]) -> Job:
         """Return the router's job.
 
         Raises ``BadRequestError`` for invalid requests, ``DeadlineError`` if no engine has
         registered, so that the block size is unknown.
         """
         registry = self._service.registry
-        if registry.namespace is None:
-            await self._service.wait_ready(1, 1, self._service.settings.engine_wait_s)
-        assert registry.namespace is not None
-        if self._memory is None:
-            self._memory = KeyCache(registry.namespace.geometry.block_tokens)
-        memory = self._memory
-        if completion.n != 1:
-            raise BadRequestError(
-                f"n is {completion.n}, but this endpoint supports only 1; set n to 1"
-            )
-        check_prompt(len(completion.prompt), self._service.settings, registry)
-        check_token_ids(completion.prompt, registry)
-        check_salt(completion.cache_salt)
+        memory = await self._model_facts()
+        if asked.n not in (None, 1):
+            raise BadRequestError(f"n is {asked.n}, but this endpoint supports only 1; set n to 1")
+        prompt = asked.prompt_tokens(self._words)
+        check_prompt(len(prompt), self._service.settings, registry)
+        check_token_ids(prompt, registry)
+        check_salt(asked.cache_salt)
 
-        extras = KeyExtras(cache_salt=completion.cache_salt)
-        keys = tuple(memory.keys(completion.prompt, extras))
+        extras = KeyExtras(cache_salt=asked.cache_salt)
+        keys = tuple(memory.keys(prompt, extras))
 
         def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
             return memory.continued(keys, token_ids, extras)
 
+        limit_tokens = asked.limit_tokens
+        if limit_tokens is None:
+            context_tokens = registry.limit("max_model_len")
+            free_tokens = (context_tokens or len(prompt) + CHAT_TOKENS) - len(prompt)
+            limit_tokens = asked.default_tokens(free_tokens)
+        kind = "chatcmpl" if isinstance(asked, ChatRequest) else "cmpl"
         return Job(
-            request_id=f"cmpl-{uuid.uuid4().hex}",
-            prompt_token_ids=tuple(completion.prompt),
-            max_new_tokens=completion.max_tokens,
+            request_id=f"{kind}-{uuid.uuid4().hex}",
+            prompt_token_ids=tuple(prompt),
+            max_new_tokens=limit_tokens,
             keys=keys,
             keys_for=keys_for,
-            payload=completion.cache_salt,
+            payload=asked.cache_salt,
             trace_headers={n: headers[n] for n in TRACE_HEADERS if n in headers},
-            tenant=tenant_tag(completion.cache_salt),
+            tenant=tenant_tag(asked.cache_salt),
             hints=session_hints(
-                completion.vllm_xargs, completion.session_id or headers.get(SESSION_HEADER)
+                asked.vllm_xargs or {}, asked.session_id or headers.get(SESSION_HEADER)
             ),
-            priority=completion.priority,
+            priority=asked.priority,
         )
 
+    async def _model_facts(self) -> KeyCache:
+        """Wait until engines have registered, and read their model; raises ``DeadlineError``."""
+        if self._memory is None:
+            registry = self._service.registry
+            if registry.namespace is None:
+                await self._service.wait_ready(1, 1, self._service.settings.engine_wait_s)
+            assert registry.namespace is not None
+            self._memory = KeyCache(registry.namespace.geometry.block_tokens)
+            self._words = Words(registry.limit("vocab_size") or VOCAB_SIZE)
+            self._model = self._model_name()
+        return self._memory
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        async def answer(body: bytes) -> object:
+            asked = decode_body(body, TokenizeRequest)
+            await self._model_facts()
+            tokens = asked.prompt_tokens(self._words)
+            context_tokens = self._service.registry.limit("max_model_len")
+            return {"count": len(tokens), "max_model_len": context_tokens, "tokens": tokens}
+
+        return await self._converted(request, answer)
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        async def answer(body: bytes) -> object:
+            return {"prompt": Words.decode(decode_body(body, DetokenizeRequest).tokens)}
+
+        return await self._converted(request, answer)
+
+    async def _converted(
+        self, request: web.Request, answer: Callable[[bytes], Awaitable[object]]
+    ) -> web.Response:
+        try:
+            return json_answer(await answer(await read_body(request, self._bodies)))
+        except BodyRefusedError as error:
+            return body_refused(error)
+        except DualPathError as error:
+            return error_answer(error)
+
+    def _model_name(self) -> str:
+        return str(self._service.status()["model"] or "emulated")
+
     async def _models(self, request: web.Request) -> web.Response:
-        report = self._service.status()
-        model = {"id": report["model"] or "emulated", "object": "model"}
-        return json_answer({"data": [{**model, "max_model_len": report["max_model_len"]}]})
+        name = self._model_name()
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "dualpath", "root": name}
+        context_tokens = self._service.registry.limit("max_model_len")
+        return json_answer({"object": "list", "data": [{**model, "max_model_len": context_tokens}]})
 
     async def _status(self, request: web.Request) -> web.Response:
         return json_answer(self._service.status())
@@ -365,33 +410,6 @@ async def served(
     return http_url(host, at, tls=tls is not None)
 
 
-def _chunk(event: TokenEvent) -> dict[str, Any]:
-    choice = {
-        "index": 0,
-        "text": "",
-        "token_ids": event.token_ids,
-        "finish_reason": event.finish_reason,
-    }
-    return {"object": "text_completion", "choices": [choice]}
-
-
-def _whole(completion: CompletionRequest, events: Sequence[TokenEvent]) -> dict[str, Any]:
-    token_ids = [token for event in events for token in event.token_ids]
-    body = _chunk(TokenEvent(tuple(token_ids), events[-1].finish_reason))
-    body["usage"] = _usage(completion, len(token_ids), events[0].cached_tokens)
-    return body
-
-
-def _usage(completion: CompletionRequest, generated: int, cached: int | None) -> dict[str, Any]:
-    prompt = len(completion.prompt)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
 # ----------------------------------------------------------------------------- http server process
 # Runs the light router as a process, or a light front end linked to a remote scheduler.
 
@@ -432,7 +450,7 @@ async def run_emulated_router(
         collect_seldom()
         measure_loop_lag(service.metrics.loop_lagged)
         print(
-            f"dualpath emulated router: token ids at {endpoint}/v1, engines register at "
+            f"dualpath emulated router: requests at {endpoint}/v1, engines register at "
             f"{service.scheduler.server.address}{_front_ends(service)}",
             flush=True,
         )
@@ -453,7 +471,7 @@ async def run_emulated_front_end(
         collect_seldom()
         measure_loop_lag(service.metrics.loop_lagged)
         print(
-            f"dualpath emulated front end: token ids at {endpoint}/v1, scheduler at "
+            f"dualpath emulated front end: requests at {endpoint}/v1, scheduler at "
             f"{service.scheduler_address}",
             flush=True,
         )
