@@ -95,6 +95,7 @@ def router_command(
         dram_tier=settings.dram_tier,
         recompute_limit_s=settings.recompute_limit_s,
         append_at_decode_tokens=settings.append_at_decode_tokens,
+        handover=settings.handover,
         front_ends=settings.front_ends,
         cluster_port=cluster_port,
     )

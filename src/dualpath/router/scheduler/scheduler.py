@@ -422,6 +422,7 @@ class Scheduler:
             block_tokens=self.block_tokens,
             recompute_limit_s=min(self.settings.recompute_limit_s, self.settings.read_deadline_s),
             append_at_decode_tokens=self._append_at_decode_tokens(),
+            handover=self.settings.handover,
         )
         if self.event_log is not None:
             self.event_log.begin(settings)
