@@ -113,13 +113,13 @@ def test_new_blocks_leave_hbm_through_staging_and_sent_hits_do_for_the_cache(
     ]
 
 
-@given(hits, chunk_sizes)
-def test_without_a_cache_hbm_loads_no_link_more_than_the_buffer_does(
-    hit_blocks: tuple[int, ...], chunks: list[int]
+@given(hits, chunk_sizes, st.booleans())
+def test_hbm_loads_no_link_more_than_the_buffer_does(
+    hit_blocks: tuple[int, ...], chunks: list[int], caches: bool
 ) -> None:
-    """The copy of a new block into staging takes the place of its copy into HBM."""
+    """The copy of a block into staging takes the place of its copy into HBM."""
     by_buffer, by_hbm = (
-        link_bytes(whole_plan(layout_of(hit_blocks, chunks, handover), chunks))
+        link_bytes(whole_plan(layout_of(hit_blocks, chunks, handover), chunks, caches=caches))
         for handover in (Handover.BUFFER, Handover.HBM)
     )
     assert all(by_hbm[link] <= by_buffer[link] for link in Link)
