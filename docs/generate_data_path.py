@@ -8,8 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
+from dualpath.core.modes import Handover
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.plan.bounds import link_bytes
 from dualpath.plan.movements import Link, Place
@@ -78,6 +81,14 @@ caches in DRAM is not read. Blocks that the append fills are stored as generated
 """
 
 
+_HBM_TEXT = """\
+Beyond the paper, with [`handover`](../architecture.md#hand-over-in-hbm) `hbm`, which so far the
+simulator plays and no engine does. The DE's buffer holds the hits that the DE has read; if it
+caches blocks in DRAM, the hits that the PE has sent leave HBM as `generated` too. Here the split
+read, in two chunks:
+"""
+
+
 def render() -> str:
     """Return the page."""
     at_pe = _layout(HitRun(Role.PREFILL, BlockRun(0, HITS)))
@@ -91,7 +102,9 @@ def render() -> str:
         ("DE path", list(whole_plan(at_de))),
         ("split", list(whole_plan(split))),
     ]
-    chunked = list(whole_plan(at_de, (MISSES // 2, MISSES // 2)))
+    halves = (MISSES // 2, MISSES // 2)
+    chunked = list(whole_plan(at_de, halves))
+    in_hbm = msgspec.structs.replace(split, handover=Handover.HBM)
     return "\n".join(
         [
             _HEAD,
@@ -106,6 +119,9 @@ def render() -> str:
             "\n## A prompt in two chunks\n",
             _CHUNKS_TEXT,
             *_table(chunked),
+            "\n## A prompt that the DE receives in HBM\n",
+            _HBM_TEXT,
+            *_table(list(whole_plan(in_hbm, halves))),
             "\n## A hit behind which the DE computes\n",
             _APPEND_TEXT,
             *_table(list(append_plan(_HIT))),

@@ -97,6 +97,20 @@ def test_a_live_decode_engine_and_a_simulated_one_are_booked_alike(cluster: ToyC
     assert seen == [(booked, booked)] * 3 + [(HBM_TOKENS, HBM_TOKENS)]
 
 
+def test_hbm_is_booked_alike_whether_it_is_allocated_at_once_or_when_the_kv_is_complete() -> None:
+    """With a hand-over in HBM a DE allocates HBM for a request when it gets it."""
+    free = []
+    for at_once in (False, True):
+        scheduler, account = scheduler_with("1"), SimulatedLoad(1, HBM_TOKENS)
+        tokens = assigned(scheduler, "1").decode_tokens
+        account.assigned(tokens, tokens, 0)
+        if at_once:
+            account.allocated(tokens)
+        scheduler.apply(account.report())
+        free.append(free_hbm(scheduler))
+    assert free == [HBM_TOKENS - tokens] * 2
+
+
 def test_prefill_engines_book_no_hbm(cluster: ToyCluster) -> None:
     cluster.pe.assign("r", PROMPT_TOKENS, 0)
     assert cluster.pe.report().load.unallocated_hbm_tokens == 0

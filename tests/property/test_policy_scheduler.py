@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dualpath.core.cluster import Role
 from dualpath.core.control import Load
 from dualpath.core.errors import EngineLostError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.policy.events import (
     Assignment,
@@ -81,8 +81,13 @@ class Cluster(RuleBasedStateMachine):
 
     modes = tuple(Mode)
 
-    @initialize(data=st.data(), balanced=st.booleans(), append=st.sampled_from([0, 100, 1000]))
-    def start(self, data: st.DataObject, balanced: bool, append: int) -> None:
+    @initialize(
+        data=st.data(),
+        balanced=st.booleans(),
+        append=st.sampled_from([0, 100, 1000]),
+        handover=st.sampled_from(Handover),
+    )
+    def start(self, data: st.DataObject, balanced: bool, append: int, handover: Handover) -> None:
         self.mode = data.draw(st.sampled_from(self.modes))
         self.scheduler = RequestScheduler(
             SchedulerSettings(
@@ -92,8 +97,10 @@ class Cluster(RuleBasedStateMachine):
                 block_tokens=BLOCK_TOKENS,
                 balanced_baselines=balanced,
                 append_at_decode_tokens=append,
+                handover=handover,
             )
         )
+        self.handover = handover
         self.append_tokens = append if self.mode in (Mode.DUALPATH, Mode.SPLIT) else 0
         self.limited = balanced or self.mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE)
         if self.mode is Mode.ROUND_ROBIN:
@@ -129,6 +136,10 @@ class Cluster(RuleBasedStateMachine):
             assert hit_tokens > 0
             assert request.prompt_tokens - hit_tokens <= self.append_tokens
             assert not request.only_decode, "a request that came with engines has a PE"
+        in_hbm = {Handover.BUFFER: False, Handover.HBM: True}.get(self.handover)
+        if assignment.prefill_engine is None or self.mode not in (Mode.DUALPATH, Mode.SPLIT):
+            in_hbm = False
+        assert in_hbm is None or (assignment.handover is Handover.HBM) == in_hbm
         known = self.known[assignment.request_id]
         cached_blocks = {p.engine_id: p.blocks for p in request.cached if p.engine_id in known}
         usable = [
@@ -280,6 +291,9 @@ class Cluster(RuleBasedStateMachine):
         assert bool(effects.assignments) == any(left[s] < old.cached_end(s) for s in Role)
         for new in effects.assignments:
             assert new.engines == old.engines
+            assert new.handover is old.handover
+            if new.handover is Handover.HBM:
+                assert new.blocks_at(Role.DECODE) <= old.blocks_at(Role.DECODE)
             for engine_id in old.engines:
                 self.engines[engine_id].reads.pop(old.request_id, None)
             self.assigned[old.request_id] = new

@@ -8,11 +8,12 @@ from tests.simulated import agents_of, decisions_of, growing_agent, small_model,
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.plan.bounds import link_bytes
 from dualpath.plan.movements import Link
 from dualpath.plan.steps import PromptLayout, whole_plan
+from dualpath_sim.simulator.derived import receives_in_hbm
 from dualpath_sim.simulator.run import simulate
 from dualpath_sim.simulator.settings import WindowLayers
 
@@ -44,6 +45,7 @@ clusters = st.fixed_dictionaries(
         "dram_tier_bytes": st.sampled_from([None, 0.0, 2e6]),
         "request_overhead_s": st.sampled_from([0.0, 0.02]),
         "read_latency_s": st.sampled_from([0.0, 0.003]),
+        "handover": st.sampled_from(Handover),
     }
 )
 modes = st.sampled_from(list(Mode))
@@ -126,6 +128,7 @@ def test_links_carry_exactly_the_bytes_of_the_plans_of_all_rounds(cluster, mode,
         small_setup(mode, **cluster), model=small_model(window_layers=window_layers)
     )
     geometry = with_windows(windows)
+    handover = Handover.HBM if receives_in_hbm(setup) else Handover.BUFFER
     result = simulate(setup, agents, core="reference", record_decisions=True)
     planned = dict.fromkeys(Link, 0)
     decisions = decisions_of(result)
@@ -145,10 +148,13 @@ def test_links_carry_exactly_the_bytes_of_the_plans_of_all_rounds(cluster, mode,
             geometry=geometry,
             prompt_tokens=int(agents.prompt_tokens[r]),
             hits=tuple(run.whole_behind(whole_from) for run in runs if run.blocks),
+            handover=handover,
         )
         decoded = agents.generated_tokens[r] > 1
         for link, carried in link_bytes(
-            step for step in whole_plan(layout) if decoded or step.label != "8-9"
+            step
+            for step in whole_plan(layout, caches=cluster["dram_tier_bytes"] is not None)
+            if decoded or step.label != "8-9" or handover is Handover.HBM
         ).items():
             planned[link] += carried
     cnic = sum(carried for link, carried in planned.items() if "cnic" in link)
@@ -188,7 +194,11 @@ lone_rounds = st.lists(
 @settings(max_examples=100)
 @given(clusters, modes.filter(lambda mode: mode.moves_bytes), lone_rounds)
 def test_a_tier_that_finds_nothing_decides_as_if_there_were_none(cluster, mode, agents):
-    """Contexts that come once: a tier is full of unused blocks, and nothing else changes."""
+    """Contexts that come once: a tier is full of unused blocks, and nothing else changes.
+
+    DEs that receive KV in HBM copy it for the tier; those with buffers have it there.
+    """
+    cluster |= {"handover": Handover.BUFFER}
     runs = [
         simulate(
             small_setup(mode, **cluster | {"dram_tier_bytes": tier_bytes}),

@@ -100,6 +100,22 @@ def test_geometry_from_heads_counts_both_products() -> None:
     assert geometry.pair_flops == 64 * 4 * 40 * 128
 
 
+def test_where_loads_are_bounded_a_request_enters_while_all_take_a_tenth_of_a_second() -> None:
+    """A millisecond per cached token; a pair takes a microsecond."""
+    quota = ComputeQuota(PAIRS, ESTIMATE, quota_s=10.0, load_token_s=1e-3)
+    assert quota.admit(cached=500, remaining=1) == 1, "the first enters whatever it loads"
+    assert quota.admit(cached=1, remaining=1) == 0
+    quota.reset()
+    assert [quota.admit(cached=60, remaining=1), quota.admit(cached=40, remaining=1)] == [1, 1]
+    assert quota.admit(cached=1, remaining=1) == 0
+    assert quota.closed
+    assert quota.admit(cached=0, remaining=1) == 0, "no request overtakes one that waits"
+    quota.reset()
+    assert quota.admit(cached=0, remaining=1000) == 1000
+    assert quota.admit(cached=500, remaining=1) == 1, "its attention takes 0.51 s"
+    assert quota.admit(cached=100, remaining=1) == 0
+
+
 def test_fit_recovers_overhead_and_speed() -> None:
     estimate = fit([(flops, 0.02 + flops / 5e9) for flops in (1e6, 5e8, 2e9, 7e9)])
     assert estimate.overhead_s == pytest.approx(0.02)

@@ -11,7 +11,7 @@ import pytest
 from tests.simulated import agents_of, growing_agent, small_setup
 
 from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.policy.rebalance import RebalanceSettings
 from dualpath_sim.simulator import rules as run_rules
 from dualpath_sim.simulator import run
@@ -22,6 +22,7 @@ BEYOND: dict[str, Any] = {
     "dram_tier_bytes": 0.0,
     "recompute_limit_s": 1.0,
     "append_at_decode_tokens": 1,
+    "handover": Handover.HBM,
     "rebalancing": RebalanceSettings(),
     "snic_sharing": "equal",
 }

@@ -1,4 +1,4 @@
-"""The modes of §7 as one setting: baselines, ablation steps and the full system."""
+"""The modes of §7: baselines, ablation steps and the full system; and the ways of a hand-over."""
 
 import enum
 
@@ -38,6 +38,17 @@ class Mode(enum.StrEnum):
     def moves_bytes(self) -> bool:
         """Whether KV is transferred; False only for Oracle."""
         return self is not Mode.ORACLE
+
+
+class Handover(enum.StrEnum):
+    """Where the DE receives a prompt's KV: a setting, and with ``AUTO`` a decision per request."""
+
+    BUFFER = "buffer"
+    """In its DRAM buffer, from where it is copied into HBM once the prompt is complete (§4.1)."""
+    HBM = "hbm"
+    """In its HBM, which it allocates when the request is assigned."""
+    AUTO = "auto"
+    """In its HBM where that is free, else in its buffer."""
 
 
 #: With both storage NICs used by each request it was at least as fast as the paper's rule wherever

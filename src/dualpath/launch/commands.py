@@ -94,6 +94,7 @@ def router_command(
         recompute_limit_s=settings.recompute_limit_s,
         append_at_decode_tokens=settings.append_at_decode_tokens,
         engine_groups=settings.engine_groups,
+        handover=settings.handover,
         front_ends=settings.front_ends,
         cluster_port=cluster_port,
     )

@@ -6,7 +6,7 @@ import msgspec
 
 from dualpath.core.cluster import NodesSettings, Role
 from dualpath.core.errors import ConfigError
-from dualpath.core.modes import DEFAULT_MODE
+from dualpath.core.modes import DEFAULT_MODE, Handover
 from dualpath.core.settings import Setting
 from dualpath.engine.settings import (
     PROFILE_AUTO,
@@ -40,8 +40,10 @@ from dualpath.router.settings import (
     EngineGroups,
     EventLog,
     FrontEnds,
+    HandoverSetting,
     OpenMetrics,
     RecomputeLimit,
+    check_handover,
 )
 from dualpath.transport.ucx_config import check_engine_config
 from dualpath.vllm.front_end_settings import (
@@ -135,6 +137,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     recompute_limit_s: RecomputeLimit = 0.0
     append_at_decode_tokens: AppendAtDecode = 0
     engine_groups: EngineGroups = "role"
+    handover: HandoverSetting = Handover.BUFFER
     served_model_names: ServedNames = ()
     enforce_eager: Annotated[
         bool | None,
@@ -198,6 +201,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
                 f"{{devices}} is {','.join(self.devices)} and {{executor}} is ray, which assigns "
                 "devices itself; omit {devices}"
             )
+        check_handover(self.handover)
         check_engine_config(self.nixl_engine_config)
 
     def ranks(self, role: Role) -> int:

@@ -23,7 +23,7 @@ class Place(enum.StrEnum):
     DE_BUFFER = "de-buffer"
     DE_HBM = "de-hbm"
     DE_STAGING = "de-staging"
-    """DRAM through which generated blocks leave the DE's HBM."""
+    """DRAM through which new blocks leave the DE's HBM."""
 
     @functools.cached_property
     def side(self) -> Role | None:
@@ -171,6 +171,17 @@ SEND_MISSES = Movement(
     TrafficClass.KV,
     (Link.PE_CNIC_READ, Link.DE_CNIC_WRITE, Link.DE_DRAM),
 )
+# The same steps where a PE sends into the DE's HBM: no DRAM carries them.  Their labels, and so the
+# counters of their bytes, are those of the steps that they replace.
+SEND_HITS_TO_HBM = msgspec.structs.replace(
+    SEND_HITS, destination=Place.DE_HBM, links=(Link.PE_CNIC_READ, Link.DE_CNIC_WRITE)
+)
+SEND_MISSES_TO_HBM = msgspec.structs.replace(
+    SEND_MISSES, destination=Place.DE_HBM, links=(Link.PE_CNIC_READ, Link.DE_CNIC_WRITE)
+)
+RELOAD_CHUNK_FROM_HBM = msgspec.structs.replace(
+    RELOAD_CHUNK, source=Place.DE_HBM, links=(Link.DE_CNIC_READ, Link.PE_CNIC_WRITE)
+)
 FILL_DE_HBM = Movement(
     "8-9",
     "h2d",
@@ -204,7 +215,7 @@ PERSIST_GENERATED = Movement(
     (Link.DE_DRAM, Link.DE_SNIC_WRITE),
 )
 
-#: All kinds of steps, in the order of a prompt's data path.
+#: The kinds of steps by label, in the order of a prompt's data path.
 MOVEMENTS = (
     READ_TO_PE,
     READ_TO_DE,

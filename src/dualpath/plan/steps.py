@@ -29,6 +29,11 @@ computes are sent to the DE in all layers, as the DE stores them.
 New KV is written to storage in Full Blocks: the prompt's from the DE buffer, a generated block,
 once it is full, from a staging slot in the DE's DRAM.
 
+Beyond the paper the DE may receive a prompt's KV in its HBM (``Handover.HBM``).  Then 5-7 and new
+KV go from PE HBM to DE HBM, and later chunks load the blocks of earlier ones from there.  The DE
+buffer holds only the hits that the DE reads or caches, which 6-7 copy.  New Full Blocks leave HBM
+through staging slots, as generated ones do; if the DE caches blocks in DRAM, so do sent hits.
+
 Beyond the paper a DE may compute the tokens behind a hit itself.  Then only 1-2 and 6-7 of the DE
 path are left, for the hit, and full blocks of the append leave HBM as generated ones do.
 """
@@ -39,12 +44,14 @@ import msgspec
 
 from dualpath.core.blocks import BlockGeometry, holding_blocks
 from dualpath.core.cluster import Role
+from dualpath.core.modes import Handover
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.plan.counts import (
     chunk_blocks,
     load_blocks,
     new_full_blocks,
     reload_blocks,
+    seen_blocks,
     send_hit_blocks,
 )
 from dualpath.plan.movements import (
@@ -56,8 +63,11 @@ from dualpath.plan.movements import (
     READ_TO_DE,
     READ_TO_PE,
     RELOAD_CHUNK,
+    RELOAD_CHUNK_FROM_HBM,
     SEND_HITS,
+    SEND_HITS_TO_HBM,
     SEND_MISSES,
+    SEND_MISSES_TO_HBM,
     STAGE_GENERATED,
     Link,
     Movement,
@@ -136,13 +146,15 @@ class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The input of a plan: the prompt's blocks, and the side that reads or caches each hit block.
 
     ``hits`` are disjoint runs in block order that cover ``[0, hit_blocks)``.  ``de_slots`` are the
-    prompt's slots of the DE buffer, empty where none are granted.
+    prompt's slots of the DE buffer, empty where none are granted.  ``handover`` is where the DE
+    receives the KV, its buffer or its HBM.
     """
 
     geometry: BlockGeometry
     prompt_tokens: int
     hits: tuple[HitRun, ...] = ()
     de_slots: tuple[int, ...] = ()
+    handover: Handover = Handover.BUFFER
 
     @property
     def hit_blocks(self) -> int:
@@ -153,6 +165,21 @@ class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def prompt_blocks(self) -> int:
         """Blocks of the whole prompt, the last possibly partial."""
         return holding_blocks(self.prompt_tokens, self.geometry.block_tokens)
+
+    @property
+    def new_blocks(self) -> BlockRun:
+        """The prompt's full blocks behind its hit, which are written to storage."""
+        block_tokens = self.geometry.block_tokens
+        hit_tokens = self.hit_blocks * block_tokens
+        new = new_full_blocks(hit_tokens, self.prompt_tokens, block_tokens)
+        return BlockRun(self.hit_blocks, new)
+
+    @property
+    def sends(self) -> tuple[Movement, Movement]:
+        """The movements of hits and of new KV from the PE to the DE."""
+        if self.handover is Handover.HBM:
+            return SEND_HITS_TO_HBM, SEND_MISSES_TO_HBM
+        return SEND_HITS, SEND_MISSES
 
     def decode_sees_from(self, layer: int) -> int:
         """Return the first block that the DE needs of a layer: it may recompute the last token."""
@@ -231,28 +258,37 @@ def load_steps(
             steps.append(step_of(_LOADS[run.side], geometry, part.blocks, layer, part.slots))
     if reloaded := reload_blocks(seen, chunk.first, hits, resident):
         blocks = BlockRun(chunk.first - reloaded, reloaded)
-        steps.append(layout.step(RELOAD_CHUNK, blocks, layer))
+        in_hbm = layout.handover is Handover.HBM
+        movement = RELOAD_CHUNK_FROM_HBM if in_hbm else RELOAD_CHUNK
+        steps.append(layout.step(movement, blocks, layer))
     return tuple(steps)
 
 
 def send_steps(layout: PromptLayout, layer: int, chunk: BlockRun) -> tuple[Step, ...]:
-    """Sends to the DE buffer after ``layer`` of a chunk was computed (labels 5-7).
+    """Sends to the DE after ``layer`` of a chunk was computed (labels 5-7).
 
     The first chunk also sends the hit KV that was read on the PE; KV read on the DE is there.
     """
     seen, steps = layout.decode_sees_from(layer), []
+    send_hits, send_misses = layout.sends
     for run in layout.hits:
         if run.side is Role.PREFILL:
             first, count = run.blocks.first, run.blocks.count
             sent = send_hit_blocks(first, count, seen, chunk.first, layout.hit_blocks)
             if sent:
-                steps.append(layout.step(SEND_HITS, BlockRun(run.blocks.end - sent, sent), layer))
-    steps.append(layout.step(SEND_MISSES, chunk, layer))
+                steps.append(layout.step(send_hits, BlockRun(run.blocks.end - sent, sent), layer))
+    steps.append(layout.step(send_misses, chunk, layer))
     return tuple(steps)
 
 
 def decode_steps(layout: PromptLayout) -> tuple[Step, ...]:
-    """H2D of the complete prompt KV once prefill is over (labels 8-9 and 6-7)."""
+    """H2D of the KV in the DE's buffer (labels 8-9 and 6-7).
+
+    That is the complete prompt, once its prefill is over; or, where the PE sends into HBM, the hits
+    that the DE has read or cached.
+    """
+    if layout.handover is Handover.HBM:
+        return tuple(_fill_hits(layout))
     steps = []
     for layer in range(layout.geometry.layers):
         first = layout.decode_sees_from(layer)
@@ -261,13 +297,43 @@ def decode_steps(layout: PromptLayout) -> tuple[Step, ...]:
     return tuple(steps)
 
 
+def _fill_hits(layout: PromptLayout) -> Iterator[Step]:
+    """Yield the H2D copies of the hits in the DE's buffer."""
+    for layer in range(layout.geometry.layers):
+        first = layout.decode_sees_from(layer)
+        for run in layout.hits:
+            if run.side is not Role.DECODE:
+                continue
+            seen = seen_blocks(run.blocks.first, run.blocks.count, first)
+            if seen:
+                part = run.part(BlockRun(run.blocks.end - seen, seen))
+                yield step_of(FILL_DE_HBM, layout.geometry, part.blocks, layer, part.slots)
+
+
 def persist_steps(layout: PromptLayout) -> tuple[Step, ...]:
-    """Write of the prompt's new full blocks from the DE buffer."""
-    block_tokens = layout.geometry.block_tokens
-    hit_tokens = layout.hit_blocks * block_tokens
-    new = new_full_blocks(hit_tokens, layout.prompt_tokens, block_tokens)
-    blocks = BlockRun(layout.hit_blocks, new)
-    return (layout.step(PERSIST_PROMPT, blocks),) if blocks else ()
+    """Write of the prompt's new full blocks from the DE buffer, or from HBM through staging."""
+    blocks, geometry = layout.new_blocks, layout.geometry
+    if not blocks:
+        return ()
+    if layout.handover is Handover.BUFFER:
+        return (layout.step(PERSIST_PROMPT, blocks),)
+    copies = (step_of(STAGE_GENERATED, geometry, blocks, layer) for layer in range(geometry.layers))
+    return (*copies, step_of(PERSIST_GENERATED, geometry, blocks))
+
+
+def cache_steps(layout: PromptLayout) -> tuple[Step, ...]:
+    """D2H of hits that a PE has sent into HBM, for the DE's DRAM cache; none without one.
+
+    New blocks are cached from the copies that are written to storage.
+    """
+    if layout.handover is Handover.BUFFER:
+        return ()
+    return tuple(
+        step_of(STAGE_GENERATED, layout.geometry, run.blocks, layer)
+        for layer in range(layout.geometry.layers)
+        for run in layout.hits
+        if run.side is Role.PREFILL
+    )
 
 
 def generated_steps(geometry: BlockGeometry, slot: int) -> tuple[Step, ...]:
@@ -284,12 +350,16 @@ def generated_steps(geometry: BlockGeometry, slot: int) -> tuple[Step, ...]:
 
 
 def whole_plan(
-    layout: PromptLayout, chunk_blocks: Sequence[int] = (), *, resident: bool = False
+    layout: PromptLayout,
+    chunk_blocks: Sequence[int] = (),
+    *,
+    resident: bool = False,
+    caches: bool = False,
 ) -> Iterator[Step]:
     """All steps of a prompt, in an order in which they can start.
 
     ``chunk_blocks`` are the sizes of the prefill chunks, by default one chunk; ``resident`` as for
-    ``load_steps``.
+    ``load_steps``; ``caches``: the DE caches blocks in DRAM.
     """
     first = layout.hit_blocks
     yield from read_steps(layout)
@@ -301,6 +371,8 @@ def whole_plan(
         first += count
     yield from decode_steps(layout)
     yield from persist_steps(layout)
+    if caches:
+        yield from cache_steps(layout)
 
 
 def append_plan(hit: PromptLayout) -> Iterator[Step]:

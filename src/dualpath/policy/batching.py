@@ -6,6 +6,11 @@ search, and closes the batch.  A cut ends at a multiple of ``align_tokens``, so 
 no half-filled block behind.  An empty batch takes at least one such chunk, whatever it costs:
 nothing starves, and the quota is exceeded by at most that chunk.
 
+*What a pass loads* (beyond the paper) is bounded as well where DEs receive KV in HBM.  Slots of a
+DE's buffer admit one request after the other; without them, agents of equal pauses all enter the
+same pass, and its loads take longer than its computation.  So a request enters only if all loads of
+the batch take at most ``LOAD_S``, or as long as its attention; the first enters in any case.
+
 ``next_chunk`` and what it calls take and return plain numbers, so that the simulator's compiled
 core calls them as they stand; the classes around them are for everybody else.
 """
@@ -21,6 +26,8 @@ Chunk = tuple[int, int]
 
 #: A window or a limit that never binds.
 UNBOUNDED_TOKENS = 1 << 60
+#: How long the loads of a batch may take where they are bounded.
+LOAD_S = 0.1
 
 
 class AttentionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,8 +142,12 @@ class ComputeQuota:
         estimate: LayerTimeEstimate,
         quota_s: float,
         align_tokens: int = 64,
+        load_token_s: float = 0.0,
     ) -> None:
-        """Raises ``ConfigError`` for a quota that is not positive or an alignment below 1."""
+        """Let the load of a cached token take ``load_token_s``; 0: loads are not bounded.
+
+        Raises ``ConfigError`` for a quota that is not positive or an alignment below 1.
+        """
         if quota_s <= 0 or align_tokens < 1:
             raise ConfigError(
                 f"compute quota of {quota_s} s with chunks of {align_tokens} tokens: the quota "
@@ -146,11 +157,12 @@ class ComputeQuota:
         self._estimate = estimate
         self._affordable_flops = _affordable_flops(quota_s, estimate)
         self._align_tokens = align_tokens
+        self._load_token_s = load_token_s
         self.reset()
 
     def reset(self) -> None:
         """Begin an empty batch."""
-        self._spent_flops = 0.0
+        self._spent_flops = self._load_s = 0.0
         self._empty = True
         self._closed = False
 
@@ -168,10 +180,15 @@ class ComputeQuota:
         """Add the next request and return its bsz, 0 if it has to wait for the next batch.
 
         ``remaining`` tokens are still to be computed behind ``cached`` ones; ``limit`` caps the
-        answer for other reasons.  After the first request that did not enter whole, all get 0.
+        answer for other reasons.  After the first request that did not enter whole, or not at all
+        because of its load, all get 0.
         """
+        load_s = self._load_s + cached * self._load_token_s
+        if not self._empty and load_s > max(LOAD_S, self.predicted_s):
+            self._closed = True
         if self._closed:
             return 0
+        self._load_s = load_s
         bsz, self._spent_flops = next_chunk(
             *self._geometry.coefficients,
             self._affordable_flops,

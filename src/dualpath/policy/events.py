@@ -9,7 +9,7 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import Load
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.core.request import Request
 from dualpath.core.runs import HitRun
 
@@ -30,9 +30,14 @@ UNLIMITED_TOKENS = 1 << 60
 PE_REASONS = ("short-queue", "long-queue", "round-robin", "kept", "given", "append-at-decode")
 DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept", "given")
 
+#: Why a DE receives a prompt in its buffer or in its HBM: the setting; or, where that allows HBM,
+#: the mode is a baseline, the request has no PE, or (``Handover.AUTO``) the DE has HBM or not.
+HANDOVER_REASONS = ("setting", "baseline", "append-at-decode", "hbm-free", "hbm-full")
+
 #: Their places, as kernels return them.
 PE_SHORT_QUEUE, PE_LONG_QUEUE, PE_IN_TURN, PE_KEPT, PE_GIVEN, PE_APPEND = range(len(PE_REASONS))
 DE_LOW_TOKEN, DE_HIGH_TOKEN, DE_IN_TURN, DE_KEPT, DE_GIVEN = range(len(DE_REASONS))
+BY_SETTING, BASELINE, NOTHING_SENT, HBM_FREE, HBM_FULL = range(len(HANDOVER_REASONS))
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,6 +53,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     load all hits;
     ``append_at_decode_tokens`` how many tokens behind a hit a DE may compute itself, 0 for none
     (``policy.read_side``);
+    ``handover`` where DEs receive KV (``policy.read_side``);
     ``balanced_baselines`` places Basic and Layerwise by token count instead of in turn.
     """
 
@@ -60,6 +66,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     balanced_baselines: bool = False
     recompute_limit_s: float = 0.0
     append_at_decode_tokens: int = 0
+    handover: Handover = Handover.BUFFER
     computed_weight: float = TYPICAL_COMPUTED_WEIGHT
 
 
@@ -98,7 +105,11 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the hit blocks exactly, but for the last ``recompute_tokens``, which are recomputed: what the DE
     caches in DRAM, what the PE caches behind it, and what is read, at the PE, at the DE,
     or at both.
-    Reasons are of ``PE_REASONS``, ``DE_REASONS`` and ``policy.read_side.READ_REASONS``.
+    ``handover`` is where the DE receives the KV: in its buffer, where it reserves slots for the
+    whole prompt (without a PE for the hit), or in HBM, where it reserves slots for the blocks of
+    its own ``reads`` alone and allocates HBM for the prompt before them.
+    Reasons are of ``PE_REASONS``, ``DE_REASONS``, ``policy.read_side.READ_REASONS`` and
+    ``HANDOVER_REASONS``.
     ``prefill_tokens`` and ``decode_tokens`` are what the request counts for in tok_e of either
     engine; the DE's figure is also what it takes of HBM.  ``prefill_read_tokens`` and
     ``decode_read_tokens`` are what it counts for in the reading queues of their nodes, which is
@@ -119,6 +130,8 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_read_tokens: int = 0
     recompute_tokens: int = 0
     unstored_tokens: int = 0
+    handover: Handover = Handover.BUFFER
+    handover_reason: str = HANDOVER_REASONS[BY_SETTING]
 
     @property
     def sides(self) -> tuple[Role, ...]:
@@ -136,6 +149,10 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             assert self.prefill_engine is not None, "its DE computes the append"
             return Charge(self.prefill_engine, self.prefill_tokens, self.prefill_read_tokens)
         return Charge(self.decode_engine, self.decode_tokens, self.decode_read_tokens)
+
+    def blocks_at(self, side: Role) -> int:
+        """Return how many hit blocks a side reads or has in DRAM."""
+        return sum(run.blocks.count for run in self.reads if run.side is side)
 
     def cached_end(self, side: Role) -> int:
         """Return the end of the blocks that a side has in DRAM, 0 for none."""
@@ -251,7 +268,7 @@ class SlotsGranted(SchedulerEvent, frozen=True, tag="granted"):
     ``prefill_blocks`` are believed to be cached by the PE, which reports them when it grants slots
     itself.  If its engines cache less than the assignment assumes, the effect is one assignment:
     the same engines with reads that are planned again for the present queues.  Hits that were to be
-    recomputed still are.
+    recomputed still are.  With a hand-over in HBM the DE reads what its slots suffice for.
     """
 
     request_id: str

@@ -42,6 +42,15 @@ has the fewest tokens to compute, if the DE caches its whole hit.  DEs that comp
 compute no append, as the whole group would wait, nor does any DE in mode Basic, Layerwise, Round
 robin or Oracle.
 
+*Hand-over in HBM* (beyond the paper).  With ``handover`` HBM a DE receives the KV of each prompt in
+its HBM, which its account books from the assignment on in either case.  Its buffer then holds what
+the DE reads or caches, not whole prompts: requests do not wait for DRAM that they only pass
+through.  AUTO takes HBM for a request if its DE's account is not overdrawn with it: a report may
+show less free HBM than the DE had when it was chosen.  Baselines use the buffer, and so does a
+request without a PE, which hands nothing over.  Reads that are planned again may give the DE no
+more blocks than it has reserved slots for: a DE that reserved more while it holds slots could wait
+for a request that waits for it.
+
 A new rule is a constant here, the mode that uses it in ``RULES``, a branch of ``read_tokens`` and
 its reason: the live scheduler and both cores of the simulator call ``read_tokens``, the compiled
 one as it stands.  A new input from engines is a field of ``core.control.Load``, which the engine's
@@ -53,14 +62,20 @@ from typing import NamedTuple
 
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.policy.accounts import COMPUTING, NODE, SEQ, Ledger
+from dualpath.policy.accounts import COMPUTING, FREE_HBM, NODE, SEQ, Ledger
 from dualpath.policy.baselines import SidesInTurn
 from dualpath.policy.events import (
     ALPHA_S,
+    BASELINE,
     BETA_S,
+    BY_SETTING,
+    HANDOVER_REASONS,
+    HBM_FREE,
+    HBM_FULL,
+    NOTHING_SENT,
     UNLIMITED_TOKENS,
     SchedulerSettings,
 )
@@ -98,6 +113,9 @@ PE_SIDE, DE_SIDE = 0, 1
 
 Reads = tuple[tuple[HitRun, ...], str]
 
+#: As many slots as a DE may need.
+UNLIMITED_BLOCKS = 1 << 60
+
 
 class Reader(NamedTuple):
     """A node that could read: its queue, what it was given so far, and its speed (relative).
@@ -112,12 +130,27 @@ class Reader(NamedTuple):
 
 
 def choose_reads(
-    rule: int, turn: int, prefill: Reader, decode: Reader, hit_tokens: int, block_tokens: int
+    rule: int,
+    turn: int,
+    prefill: Reader,
+    decode: Reader,
+    hit_tokens: int,
+    block_tokens: int,
+    decode_slots: int = UNLIMITED_BLOCKS,
 ) -> Reads:
-    """Return the runs of hit blocks, each with its side, and the reason; see ``read_tokens``."""
+    """Return the runs of hit blocks, each with its side, and the reason; see ``read_tokens``.
+
+    The DE has ``decode_slots`` for what it caches and reads.
+    """
     at_decode, at_prefill = cache_hit_tokens(rule, prefill.cached_tokens, decode.cached_tokens)
     unread = hit_tokens - at_decode - at_prefill
     head, tail, reason = read_tokens(rule, turn, *prefill[:3], *decode[:3], unread, block_tokens)
+    most_blocks = decode_slots - holding_blocks(at_decode, block_tokens)
+    if holding_blocks(tail, block_tokens) > most_blocks:
+        head = unread
+        if rule == BOTH_SIDES:
+            head = (holding_blocks(unread, block_tokens) - most_blocks) * block_tokens
+        tail = unread - head
     runs = hit_runs(at_decode, at_prefill, head, tail, block_tokens)
     return runs, READ_REASONS[reason if unread or not hit_tokens else KEPT]
 
@@ -425,12 +458,35 @@ class HitSources:
         runs = hit_runs(cached_tokens, 0, 0, unread, self.settings.block_tokens)
         return HitSource(runs, READ_REASONS[BY_QUEUE if unread else KEPT], 0, unstored)
 
+    def handover(self, engines: Mapping[Role, str]) -> tuple[Handover, str]:
+        """Return where the DE receives the KV of a request that the ledger has at its ``engines``.
+
+        Also the reason, one of ``HANDOVER_REASONS``.
+        """
+        setting, reasons = self.settings.handover, HANDOVER_REASONS
+        if setting is Handover.BUFFER:
+            return Handover.BUFFER, reasons[BY_SETTING]
+        if self._rule not in (SHORTER_QUEUE, BOTH_SIDES):
+            return Handover.BUFFER, reasons[BASELINE]
+        if Role.PREFILL not in engines:
+            return Handover.BUFFER, reasons[NOTHING_SENT]
+        if setting is Handover.HBM:
+            return Handover.HBM, reasons[BY_SETTING]
+        if self._ledger.engines[engines[Role.DECODE]].account(FREE_HBM) >= 0:
+            return Handover.HBM, reasons[HBM_FREE]
+        return Handover.BUFFER, reasons[HBM_FULL]
+
     def plan(
-        self, hit_tokens: int, cached_tokens: Mapping[str, int], engines: Mapping[Role, str]
+        self,
+        hit_tokens: int,
+        cached_tokens: Mapping[str, int],
+        engines: Mapping[Role, str],
+        decode_slots: int = UNLIMITED_BLOCKS,
     ) -> HitSource:
         """Plan for a request that the ledger has at both of its ``engines``.
 
-        ``hit_tokens`` are stored, ``cached_tokens`` are in engines' DRAM, by engine.
+        ``hit_tokens`` are stored, ``cached_tokens`` are in engines' DRAM, by engine.  The DE has
+        ``decode_slots`` for what it caches and reads.
         """
         settings = self.settings
         prefill = self._reader(engines[Role.PREFILL], cached_tokens)
@@ -455,7 +511,7 @@ class HitSources:
         if self._rule == SIDES_IN_TURN and hit_tokens > cached:
             side = self._sides.take(engines[Role.PREFILL], engines[Role.DECODE])
         runs, reason = choose_reads(
-            self._rule, side, prefill, decode, hit_tokens, settings.block_tokens
+            self._rule, side, prefill, decode, hit_tokens, settings.block_tokens, decode_slots
         )
         reason = READ_REASONS[RECOMPUTE] if recomputed else reason
         return HitSource(runs, reason, recomputed, unstored)

@@ -49,7 +49,7 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, EngineLostError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.core.request import Request
 from dualpath.policy.accounts import FREE_HBM, EngineLoad, GroupState, Ledger, decode_tokens
 from dualpath.policy.baselines import InTurnPlacer
@@ -83,6 +83,7 @@ from dualpath.policy.events import (
 from dualpath.policy.placement import LiveRequest, Placer
 from dualpath.policy.prefill import FifoPrefillPlacer
 from dualpath.policy.read_side import (
+    UNLIMITED_BLOCKS,
     HitSource,
     HitSources,
     more_weight,
@@ -350,6 +351,7 @@ class RequestScheduler:
             self._placers[Role.PREFILL].discard(live.request_id)
             del self._decode_only[live.request_id]
         decode_engine = live.engines[Role.DECODE]
+        handover, handover_reason = self._sources.handover(live.engines)
         self._ledger.assign(decode_engine, live.request_id)
         read_tokens = self._read_tokens(live, source)[Role.DECODE]
         if read_tokens:
@@ -366,6 +368,8 @@ class RequestScheduler:
             decode_tokens=live.decode_tokens,
             decode_read_tokens=read_tokens,
             unstored_tokens=source.unstored_tokens,
+            handover=handover,
+            handover_reason=handover_reason,
         )
         self._unassigned -= 1
         self._charge_computing(live, source)
@@ -379,6 +383,7 @@ class RequestScheduler:
         self._ledger.assign(decode_engine, live.request_id)
         reads = self._read_tokens(live, source)
         live.reading = tuple(live.engines[side] for side, tokens in reads.items() if tokens)
+        handover, handover_reason = self._sources.handover(live.engines)
         for side, tokens in reads.items():
             if tokens:
                 self._ledger.charge_read(live.engines[side], live.request_id, tokens)
@@ -396,6 +401,8 @@ class RequestScheduler:
             decode_read_tokens=reads[Role.DECODE],
             recompute_tokens=source.recompute_tokens,
             unstored_tokens=source.unstored_tokens,
+            handover=handover,
+            handover_reason=handover_reason,
         )
         self._unassigned -= 1
         self._charge_computing(live, source)
@@ -441,11 +448,14 @@ class RequestScheduler:
         self._set_computing(live, 0)
         hit_tokens = live.request.hit_tokens - old.recompute_tokens
         most_tokens, block_tokens = hit_tokens + old.unstored_tokens, self._settings.block_tokens
+        in_hbm = old.handover is Handover.HBM
+        slots = old.blocks_at(Role.DECODE) if in_hbm else UNLIMITED_BLOCKS
+        found = {**cached_blocks, Role.DECODE: min(cached_blocks[Role.DECODE], slots)}
         cached_tokens = {
-            engine: min(tokens_of(cached_blocks[side], hit_tokens, block_tokens), most_tokens)
+            engine: min(tokens_of(found[side], hit_tokens, block_tokens), most_tokens)
             for side, engine in live.engines.items()
         }
-        source = self._sources.plan(hit_tokens, cached_tokens, live.engines)
+        source = self._sources.plan(hit_tokens, cached_tokens, live.engines, slots)
         source = source.recomputing_more(old.recompute_tokens)
         more = more_weight(
             old.recompute_tokens, source.recompute_tokens, self._settings.computed_weight

@@ -10,7 +10,7 @@ import msgspec
 
 from dualpath.core.addresses import checked_tcp_address, tcp_address
 from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import SecretFile
 from dualpath.node.certificates import CertFile, KeyFile
@@ -76,6 +76,14 @@ EngineGroups = Annotated[
         "before this"
     ),
 ]
+HandoverSetting = Annotated[
+    Handover,
+    Setting(
+        "where a decode engine receives a prompt's KV: in its DRAM buffer, in HBM that it "
+        "allocates when it gets the request, or in HBM where it is free, else in the buffer; "
+        "engines support buffer only so far, the simulator all of them"
+    ),
+]
 DramTier = Annotated[
     bool,
     Setting(
@@ -99,6 +107,15 @@ FrontEnds = Annotated[
         ge=0,
     ),
 ]
+
+
+def check_handover(handover: Handover) -> None:
+    """Raise ``ConfigError`` for a hand-over that engines do not support."""
+    if handover is not Handover.BUFFER:
+        raise ConfigError(
+            f"{{handover}} is {handover}, which only `dualpath simulate` and `dualpath plan` "
+            "support so far; engines receive KV in their buffer: leave {handover} out"
+        )
 
 
 class RouterSettings(Settings, frozen=True):
@@ -185,6 +202,9 @@ class RouterSettings(Settings, frozen=True):
     recompute_limit_s: RecomputeLimit = 0.0
     append_at_decode_tokens: AppendAtDecode = 0
     engine_groups: EngineGroups = "role"
+    ),
+]
+    handover: HandoverSetting = Handover.BUFFER
     read_margin_s: Annotated[
         float,
         Setting(
@@ -387,6 +407,7 @@ class RouterSettings(Settings, frozen=True):
                     f"{{tenant_weights}} has {tenant}={weight:g}; a weight must be above 0, "
                     "correct it"
                 )
+        check_handover(self.handover)
         try:
             policy = msgspec.convert(self.rebalance_options, RebalanceSettings, strict=False)
         except msgspec.ValidationError as error:

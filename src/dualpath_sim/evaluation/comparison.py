@@ -19,7 +19,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.report.model import Notes, Report, SideBySide, Table
-from dualpath_sim.simulator.derived import buffer_bytes
+from dualpath_sim.simulator.derived import buffer_bytes, receives_in_hbm
 from dualpath_sim.simulator.result import NS_PER_S, SimulationResult
 from dualpath_sim.simulator.settings import ClusterSettings
 
@@ -57,7 +57,8 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     SNIC and CNIC by bytes; PE by the time in forward passes; DE by HBM held by decoding requests.
     Buffers by the slots of granted rounds: a DE's for the whole prompt until it is in HBM, a PE's
     for the part of the hit that PEs read, by their share of all bytes read, until the first token.
-    Oracle has no buffers: None.
+    If DEs receive prompts in HBM, requests hold it from their assignment on, and slots of DEs are
+    for the part of the hit that DEs read.  Oracle has no buffers: None.
 
     A PE is nearly always in a pass, be it of one request, so ``prefill_wait_passes`` shows whether
     it is too slow: how long a round waits for it, in mean lengths of a pass.  About a half is the
@@ -278,10 +279,11 @@ def _buffer_use(result: SimulationResult, end_ns: int) -> tuple[float | None, fl
         for tokens in (agents.hit_tokens, agents.prompt_tokens)
     )
     at_prefill, at_decode = buffer_bytes(setup)
+    received = (1 - pe_share) * hit_tokens if receives_in_hbm(setup) else prompt_tokens
     used = []
     for tokens, until_ns, nodes, node_bytes in (
         (pe_share * hit_tokens, turns.first_token_ns, cluster.prefill_nodes, at_prefill),
-        (prompt_tokens, turns.decoding_ns, cluster.decode_nodes, at_decode),
+        (received, turns.decoding_ns, cluster.decode_nodes, at_decode),
     ):
         token_ns = _held_token_ns(result, turns.granted_ns, until_ns, tokens, end_ns)
         room = nodes * node_bytes * end_ns
@@ -297,7 +299,8 @@ def _whole_blocks(tokens: NDArray[np.int32], block_tokens: int) -> FloatArray:
 def _decode_hbm_use(result: SimulationResult, end_ns: int) -> float:
     turns, agents, setup = result.turns, result.agents, result.setup
     tokens = agents.prompt_tokens.astype(np.float64) + agents.generated_tokens / 2
-    token_ns = _held_token_ns(result, turns.decoding_ns, turns.finished_ns, tokens, end_ns)
+    from_ns = turns.assigned_ns if receives_in_hbm(setup) else turns.decoding_ns
+    token_ns = _held_token_ns(result, from_ns, turns.finished_ns, tokens, end_ns)
     gpus = setup.cluster.decode_nodes * setup.cluster.gpus_per_node
     room = setup.cluster.decode_hbm_bytes * gpus / setup.model.decode_replicas
     return token_ns * setup.model.kv_bytes_per_token / (room * end_ns)

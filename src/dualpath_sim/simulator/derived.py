@@ -7,7 +7,7 @@ import numpy as np
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, TraceError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.plan import movements
 from dualpath.policy.events import EngineSpec, SchedulerSettings
 from dualpath.workload.columns.agent_table import AgentTable
@@ -85,7 +85,8 @@ def has_dram_tier(setup: Setup) -> bool:
 
 #: Movements (``plan.movements``) that the machine is charged with, and their places in this order.
 #: Hits and misses of a chunk leave its PE as one transfer, since both load the same links.
-#: ``STAGE_GENERATED`` is not modelled: it copies a block now and then while a DE decodes.
+#: ``STAGE_GENERATED`` is charged for prompts that DEs receive in HBM.  Generated blocks are copied
+#: now and then while a DE decodes, which is not modelled.
 CHARGED = (
     movements.READ_TO_PE,
     movements.READ_TO_DE,
@@ -96,6 +97,9 @@ CHARGED = (
     movements.FILL_DE_HBM,
     movements.PERSIST_PROMPT,
     movements.PERSIST_GENERATED,
+    movements.SEND_MISSES_TO_HBM,
+    movements.RELOAD_CHUNK_FROM_HBM,
+    movements.STAGE_GENERATED,
 )
 (
     READ_PE_PATH,
@@ -107,7 +111,25 @@ CHARGED = (
     FILL_PATH,
     PERSIST_PROMPT_PATH,
     PERSIST_GENERATED_PATH,
+    SEND_TO_HBM_PATH,
+    RELOAD_FROM_HBM_PATH,
+    STAGE_PATH,
 ) = range(len(CHARGED))
+
+
+def receives_in_hbm(setup: Setup) -> bool:
+    """Return whether DEs may receive prompts in HBM."""
+    by_mode = setup.mode in (Mode.DUALPATH, Mode.SPLIT)
+    return by_mode and scheduler_settings(setup, limits(setup)).handover is not Handover.BUFFER
+
+
+def load_token_s(setup: Setup) -> float:
+    """Return how long a PE's compute NIC loads a token, 0 if the loads of a pass have no bound."""
+    cluster, model = setup.cluster, setup.model
+    if not receives_in_hbm(setup):
+        return 0.0
+    loaded_bytes = model.kv_bytes_per_token * setup.replicas.prefill_loads
+    return loaded_bytes / (cluster.cnic_bytes_per_s * cluster.prefill_tp)
 
 
 def copies(setup: Setup) -> tuple[float, ...]:
@@ -204,7 +226,7 @@ def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
     """Return the scheduler's settings: those of the cluster with the same name, and what follows.
 
     A new rule's setting is a field of ``ClusterSettings``.  With window layers no DE computes an
-    append: blocks that leave a window before they are full would not be stored.
+    append or receives a prompt in HBM: blocks that have left a window could not be stored whole.
     """
     cluster = setup.cluster
     names = [name for name in SchedulerSettings.__struct_fields__ if hasattr(cluster, name)]
@@ -215,7 +237,7 @@ def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
         "computed_weight": setup.model.computed_weight,
     }
     if setup.model.window_layers:
-        derived["append_at_decode_tokens"] = 0
+        derived |= {"append_at_decode_tokens": 0, "handover": Handover.BUFFER}
     return SchedulerSettings(**{name: getattr(cluster, name) for name in names} | derived)
 
 

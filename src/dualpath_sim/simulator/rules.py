@@ -348,6 +348,24 @@ def fill_bytes(kinds: LayerKinds, prompt_tokens: int, block_tokens: int) -> floa
     return total_bytes
 
 
+def fill_hit_bytes(
+    kinds: LayerKinds,
+    pe_first: int,
+    pe_blocks: int,
+    hit_blocks: int,
+    prompt_tokens: int,
+    block_tokens: int,
+) -> float:
+    """Return the bytes of hits in the DE's buffer that enter its HBM."""
+    total_bytes = 0.0
+    for kind in range(len(kinds)):
+        seen = seen_from(kinds, kind, prompt_tokens - 1, block_tokens)
+        at_both = seen_blocks(0, hit_blocks, seen)
+        at_prefill = seen_blocks(pe_first, pe_blocks, seen)
+        total_bytes += (at_both - at_prefill) * kinds[kind][BLOCK_BYTES]
+    return total_bytes
+
+
 def whole_at_prefill(
     kinds: LayerKinds,
     found_blocks: int,

@@ -6,7 +6,7 @@ import msgspec
 
 from dualpath.core.cluster import MAX_NODES, Role
 from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.core.rates import ComputedWeight
 from dualpath.core.settings import Setting, Settings
 from dualpath.plan.movements import Replicas
@@ -157,6 +157,13 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
             le=1 << 30,
         ),
     ] = 0
+    handover: Annotated[
+        Handover,
+        Setting(
+            "where a DE receives KV: in its DRAM buffer, in HBM that it allocates at the "
+            "assignment, or in HBM where it is free, else in the buffer"
+        ),
+    ] = Handover.BUFFER
     rebalancing: RebalanceSettings | None = None
 
     def check(self) -> None:
@@ -189,6 +196,7 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
             "dram_tier_bytes": self.dram_tier_bytes is not None,
             "recompute_limit_s": self.recompute_limit_s > 0,
             "append_at_decode_tokens": self.append_at_decode_tokens > 0,
+            "handover": self.handover is not Handover.BUFFER,
             "rebalancing": self.rebalancing is not None,
         }
         return [name for name, is_used in used.items() if is_used]

@@ -335,9 +335,7 @@ class Scheduler:
     def _load(self) -> Load:
         recent = self._dispatch.recent if self._dispatch is not None else ()
         at_scheduler = self._dispatch.waiting if self._dispatch is not None else 0
-        return Load(
-            self._own().running, *self.counts(), recent, self.draining, at_scheduler
-        )
+        return Load(self._own().running, *self.counts(), recent, self.draining, at_scheduler)
 
     # ------------------------------------------------------------------ for attempts
 
@@ -488,6 +486,7 @@ class Scheduler:
             block_tokens=self.block_tokens,
             recompute_limit_s=min(self.settings.recompute_limit_s, self.settings.read_deadline_s),
             append_at_decode_tokens=self._append_at_decode_tokens(),
+            handover=self.settings.handover,
         )
         if self.event_log is not None:
             self.event_log.begin(settings)

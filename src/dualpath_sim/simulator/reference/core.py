@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.plan.counts import chunk_blocks, kv_tokens, new_full_blocks
 from dualpath.policy.events import Assignment
 from dualpath.workload.columns.agent_table import AgentTable
@@ -15,8 +15,11 @@ from dualpath_sim.simulator.derived import (
     LOAD_PE_PATH,
     PERSIST_GENERATED_PATH,
     PERSIST_PROMPT_PATH,
+    RELOAD_FROM_HBM_PATH,
     RELOAD_PATH,
     SEND_PATH,
+    SEND_TO_HBM_PATH,
+    STAGE_PATH,
     cluster_layout,
     layer_kinds,
     limits,
@@ -30,6 +33,7 @@ from dualpath_sim.simulator.result import Progress, SimulationResult
 from dualpath_sim.simulator.rules import (
     LayerKinds,
     fill_bytes,
+    fill_hit_bytes,
     load_bytes,
     pass_end_ns,
     read_bytes,
@@ -45,14 +49,17 @@ class Flight:
     """A round from its assignment on; ``parts_left`` of its reads are not over yet.
 
     With ``appends`` its DE computes what is no hit: its buffer holds the hit alone, in place of the
-    prompt.  By side: ``cached_tokens`` are those that the scheduler expected in the side's buffer,
-    ``read_tokens`` those that the side reads, which are more where the buffer has evicted some.
+    prompt.  With ``in_hbm`` the PE sends into the DE's HBM: the DE's buffer has ``slots`` for the
+    hits that it reads or caches, and these are copied into HBM until ``filled_ns``.  By side:
+    ``cached_tokens`` are those that the scheduler expected in the side's buffer, ``read_tokens``
+    those that the side reads, which are more where the buffer has evicted some.
     """
 
     __slots__ = (
         *("_block_tokens", "_hit_tokens", "_kinds", "_prompt_tokens", "appends", "assignment"),
         "de",
         *("de_blocks", "cached_tokens", "parts_left", "pe", "pe_blocks", "pe_first", "read_tokens"),
+        *("filled_ns", "in_hbm", "slots"),
     )
 
     def __init__(
@@ -86,11 +93,12 @@ class Flight:
             Role.DECODE: assignment.decode_read_tokens,
         }
         self.parts_left = 0
-
-    @property
-    def prompt_blocks(self) -> int:
-        """The blocks of the whole prompt, or of the hit if the DE computes the append."""
-        return holding_blocks(self._prompt_tokens, self._block_tokens)
+        self.in_hbm = assignment.handover is Handover.HBM
+        self.filled_ns = 0
+        #: Of the DE's buffer: for the whole prompt, or the hit if the DE computes the append.
+        self.slots = holding_blocks(self._prompt_tokens, self._block_tokens)
+        if self.in_hbm:
+            self.slots = self.de_blocks
 
     @property
     def _hit_blocks(self) -> int:
@@ -143,7 +151,16 @@ class Flight:
         )
 
     def fill_bytes(self) -> float:
-        """Return the bytes that are copied into the DE's HBM."""
+        """Return the bytes that are copied from the DE's buffer into its HBM."""
+        if self.in_hbm:
+            return fill_hit_bytes(
+                self._kinds,
+                self.pe_first,
+                self.pe_blocks,
+                self._hit_blocks,
+                self._prompt_tokens,
+                self._block_tokens,
+            )
         return fill_bytes(self._kinds, self._prompt_tokens, self._block_tokens)
 
     def whole_at_prefill(self) -> int:
@@ -287,9 +304,11 @@ class ReferenceCore:
             self._record.granted_ns[r] = self._events.now_ns
             self._loaded(r)
             return
+        if flight.in_hbm:
+            self._driver.hbm_allocated(assignment)
         cached_blocks = holding_blocks(cached[Role.DECODE], self._block_tokens)
         self._machine.buffer(flight.de).reserve(
-            Reservation(self._agent_of[r], 0, flight.prompt_blocks, cached_blocks),
+            Reservation(self._agent_of[r], 0, flight.slots, cached_blocks),
             lambda adopted: self._de_buffer_granted(r, flight, adopted),
         )
 
@@ -329,10 +348,10 @@ class ReferenceCore:
         if changed is flight.assignment:
             return flight
         self._hit[r] -= changed.recompute_tokens - flight.assignment.recompute_tokens
-        self._flights[r] = Flight(
-            changed, self._hit[r], self._prompt[r], self._kinds, self._block_tokens
-        )
-        return self._flights[r]
+        replanned = Flight(changed, self._hit[r], self._prompt[r], self._kinds, self._block_tokens)
+        replanned.slots = flight.slots
+        self._flights[r] = replanned
+        return replanned
 
     # 4. Read.
 
@@ -375,6 +394,10 @@ class ReferenceCore:
         if flight.appends:
             self._fill_hit(r, flight)
             return
+        if flight.in_hbm:
+            # The PE loads them from the buffer meanwhile.
+            de, filled_bytes = flight.de, flight.fill_bytes()
+            flight.filled_ns = self._machine.charge(FILL_PATH, de, de, filled_bytes)
         unit = self._prefill_units[self._prefill_unit_of[flight.pe]]
         unit.add(flight.pe, PrefillWork(r, self._hit[r], self._prompt[r]))
         if not unit.busy:
@@ -414,10 +437,11 @@ class ReferenceCore:
         flight, charge = self._flights[chunk.work.round], self._machine.charge
         pe, de = flight.pe, flight.de
         at_pe, at_de, reloaded = flight.load_bytes(chunk, resident=self._resident)
+        reload_path = RELOAD_FROM_HBM_PATH if flight.in_hbm else RELOAD_PATH
         return max(
             charge(LOAD_PE_PATH, pe, de, at_pe),
             charge(LOAD_DE_PATH, pe, de, at_de),
-            charge(RELOAD_PATH, pe, de, reloaded),
+            charge(reload_path, pe, de, reloaded),
         )
 
     def _send(self, formed: Pass) -> int:
@@ -425,7 +449,8 @@ class ReferenceCore:
         for chunk in formed.chunks:
             flight = self._flights[chunk.work.round]
             sent_bytes = flight.send_bytes(chunk)
-            sent_ns = self._machine.charge(SEND_PATH, flight.pe, flight.de, sent_bytes)
+            path = SEND_TO_HBM_PATH if flight.in_hbm else SEND_PATH
+            sent_ns = self._machine.charge(path, flight.pe, flight.de, sent_bytes)
             end_ns = max(end_ns, sent_ns)
         return end_ns
 
@@ -459,16 +484,29 @@ class ReferenceCore:
             self._release_prefill(r, flight)
             stored = self._hit[r] + flight.assignment.recompute_tokens
             new_blocks = new_full_blocks(stored, self._prompt[r], self._block_tokens)
-            self._persist(r, PERSIST_PROMPT_PATH, flight.de, new_blocks)
-        self._driver.hbm_allocated(flight.assignment)
+            if flight.in_hbm:
+                self._stage(r, flight, new_blocks)
+            path = PERSIST_GENERATED_PATH if flight.in_hbm else PERSIST_PROMPT_PATH
+            self._persist(r, path, flight.de, new_blocks)
+        if not flight.in_hbm:
+            self._driver.hbm_allocated(flight.assignment)
         if self._generated[r] == 1:
             self._end_without_decode(r, flight)
         else:
-            filled_ns = self._events.now_ns
-            if not self._oracle:
+            filled_ns = max(flight.filled_ns, self._events.now_ns)
+            if not self._oracle and not flight.in_hbm:
                 de, filled_bytes = flight.de, flight.fill_bytes()
                 filled_ns = self._machine.charge(FILL_PATH, de, de, filled_bytes)
             self._events.at(filled_ns + self._admission_ns, self._filled, r, flight)
+
+    def _stage(self, r: int, flight: Flight, new_blocks: int) -> None:
+        """Copy a prompt's blocks out of the DE's HBM: new ones; for its cache all that it lacks."""
+        staged_blocks = new_blocks
+        if self._machine.has_dram_tier:
+            full_blocks = self._prompt[r] // self._block_tokens
+            staged_blocks = max(full_blocks - flight.de_blocks, new_blocks)
+        staged_bytes = staged_blocks * self._limits.block_bytes
+        self._machine.charge(STAGE_PATH, flight.de, flight.de, staged_bytes)
 
     def _end_without_decode(self, r: int, flight: Flight) -> None:
         record, first_ns = self._record, self._record.first_token_ns[r]
@@ -587,4 +625,7 @@ class ReferenceCore:
         agent = self._agent_of[r]
         whole = flight.whole_at_decode() if self._machine.has_dram_tier else 0
         buffer = self._machine.buffer(flight.de)
-        buffer.release(agent, 0, flight.prompt_blocks, whole)
+        buffer.release(agent, 0, flight.slots, min(whole, flight.slots))
+        if whole > flight.slots:
+            # What ``_stage`` has copied.
+            buffer.cache(agent, flight.slots, whole)

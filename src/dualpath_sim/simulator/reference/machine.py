@@ -287,9 +287,17 @@ class NodeBuffer:
         self._waiting: deque[tuple[Reservation, Granted]] = deque()
 
     def reserve(self, reservation: Reservation, granted: Granted) -> None:
-        """Call ``granted`` when there is room and all earlier reservations are granted."""
-        self._waiting.append((reservation, granted))
-        self._grant()
+        """Call ``granted`` when there is room and all earlier reservations are granted.
+
+        A reservation of no blocks waits for nothing.
+        """
+        if reservation.blocks:
+            self._waiting.append((reservation, granted))
+            self._grant()
+            return
+        if self._has_dram_tier:
+            self.cached.use(reservation.agent)
+        granted(0)
 
     def release(self, agent: int, first: int, blocks: int, whole: int) -> None:
         """Free ``blocks`` from block ``first`` on; the first ``whole`` of them can be cached."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dualpath.core.cluster import Role
 from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeEstimate
-from dualpath_sim.simulator.derived import ClusterLayout, Limits
+from dualpath_sim.simulator.derived import ClusterLayout, Limits, load_token_s
 from dualpath_sim.simulator.reference.machine import EventQueue
 from dualpath_sim.simulator.rules import (
     chunk_limit_tokens,
@@ -56,7 +56,13 @@ class PrefillUnit:
     """Queues of the engines ``first`` to ``first + count`` and the pass under way."""
 
     def __init__(
-        self, first: int, count: int, costs: PrefillCosts, limits: Limits, block_tokens: int
+        self,
+        first: int,
+        count: int,
+        costs: PrefillCosts,
+        limits: Limits,
+        block_tokens: int,
+        load_token_s: float = 0.0,
     ) -> None:
         self.first = first
         self.queues: list[deque[PrefillWork]] = [deque() for _ in range(count)]
@@ -75,6 +81,7 @@ class PrefillUnit:
             LayerTimeEstimate(overhead_s=costs.attention_batch_s, flops_per_s=1.0),
             limits.compute_quota_s,
             block_tokens,
+            load_token_s,
         )
 
     def add(self, engine: int, work: PrefillWork) -> None:
@@ -279,8 +286,14 @@ class Units:
         if role is Role.PREFILL:
             self.prefill_of.update(dict.fromkeys(engines, len(self.prefill)))
             block_tokens = setup.cluster.block_tokens
-            costs = setup.model.prefill
-            unit = PrefillUnit(engines[0], count, costs, self._limits, block_tokens)
+            unit = PrefillUnit(
+                engines[0],
+                count,
+                setup.model.prefill,
+                self._limits,
+                block_tokens,
+                load_token_s(setup),
+            )
             self.prefill.append(unit)
         else:
             self.decode_of.update(dict.fromkeys(engines, len(self.decode)))
