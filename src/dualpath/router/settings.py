@@ -202,8 +202,6 @@ class RouterSettings(Settings, frozen=True):
     recompute_limit_s: RecomputeLimit = 0.0
     append_at_decode_tokens: AppendAtDecode = 0
     engine_groups: EngineGroups = "role"
-    ),
-]
     handover: HandoverSetting = Handover.BUFFER
     read_margin_s: Annotated[
         float,
