@@ -10,9 +10,10 @@ from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.router.api_keys import engine_headers
 from dualpath.router.token_api.client import TokenApiClient
 from dualpath_lab.emulated import engine_server
-from dualpath_lab.emulated.engine_server import TokenPrefix, engine_headers
+from dualpath_lab.emulated.checkable_kv import TokenPrefix
 
 
 async def test_a_call_is_open_before_the_keys_of_its_long_prompt_are_known(

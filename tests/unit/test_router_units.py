@@ -86,7 +86,7 @@ async def test_streams_of_a_killed_unit_are_retried_by_the_other_one(stage: str)
         made.calls.gates[stage] = asyncio.Event()
         made.calls.gate_after_tokens = 2
         running = asyncio.create_task(several(service, range(8)))
-        await until(lambda: sum(life.placed for life in service._lives.values()) == 8)
+        await until(lambda: service.admission.placed == 8)
         await made.a.kill()
         made.calls.gates.pop(stage).set()
         await running
@@ -173,7 +173,7 @@ async def test_a_draining_unit_gets_no_new_requests_and_ends_those_it_has() -> N
     async with two_units() as made, made.front_end() as service:
         made.calls.gates["decode"] = asyncio.Event()
         running = asyncio.create_task(several(service, range(4)))
-        await until(lambda: sum(life.placed for life in service._lives.values()) == 4)
+        await until(lambda: service.admission.placed == 4)
         assert made.a.scheduler.drain(draining=True) == {
             "draining": True,
             "waiting": 0,
@@ -262,13 +262,13 @@ async def test_two_front_ends_divide_by_what_units_have_of_the_other_one() -> No
         made.b.scheduler.drain(draining=True)
         await until(lambda: one.links["b:1"].load.draining)
         running = asyncio.create_task(several(one, range(4)))
-        await until(lambda: sum(life.placed for life in one._lives.values()) == 4)
+        await until(lambda: one.admission.placed == 4)
         made.b.scheduler.drain(draining=False)
         async with made.front_end("g") as other:
             await until(lambda: other.links["a:1"].load.others_tokens == 4 * 17)
             assert one.links["a:1"].load.others_tokens == 0
             done = asyncio.create_task(several(other, range(10, 14), "other"))
-            await until(lambda: sum(life.placed for life in other._lives.values()) == 4)
+            await until(lambda: other.admission.placed == 4)
             made.calls.gates.pop("decode").set()
             await asyncio.gather(running, done)
             assert made.decoded_in().count("b") == 4
@@ -294,7 +294,7 @@ async def test_status_and_metrics_show_both_units() -> None:
     async with two_units() as made, made.front_end() as service:
         made.calls.gates["decode"] = asyncio.Event()
         running = asyncio.create_task(several(service, range(2)))
-        await until(lambda: sum(life.placed for life in service._lives.values()) == 2)
+        await until(lambda: service.admission.placed == 2)
         status = service.status()
         assert status["scheduler"] == "tcp://a:1,tcp://b:1"
         assert status["scheduler_missing"] is None

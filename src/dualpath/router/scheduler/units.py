@@ -166,6 +166,11 @@ class Units:
         """Whether ``Answered`` is used by any unit."""
         return any(unit.link.caches_answers for unit in self.units)
 
+    @property
+    def ends_aborted(self) -> bool:
+        """Whether an aborted request is to end, see ``Scheduling``; front ends do not know it."""
+        return any(unit.link.ends_aborted for unit in self.units)
+
     async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for live engines of units that serve; raises ``DeadlineError``."""
         names = ", ".join(self._by_name)
