@@ -208,7 +208,8 @@ class Units:
         """
         home = self.policy.home(tenant, session_id)
         errors: list[SchedulerLostError] = []
-        for unit in sorted(self.units, key=lambda unit: unit.name != home):
+        # A silent scheduler comes last: its call may wait for its time limit.
+        for unit in sorted(self.units, key=lambda unit: (unit.state().silent, unit.name != home)):
             try:
                 if await unit.link.hint_session(tenant, session_id, hints):
                     return True
