@@ -24,6 +24,7 @@ class UnitCluster:
         self.name = name
         self.address = f"tcp://{name}:1"
         self.links = ControlNetwork()
+        self.settings = _SETTINGS
         self._calls, self._stored = calls, stored
         self._network = ControlNetwork()
         self._engines: list[FakeEngine] = []
@@ -41,7 +42,7 @@ class UnitCluster:
                 await self.add(f"{role.value[0]}{self.name}{number}", role, **options)
 
     async def start_scheduler(self) -> None:
-        service = WatchedService(_SETTINGS, self._calls, self._network, self.links)
+        service = WatchedService(self.settings, self._calls, self._network, self.links)
         await service.start()
         self.made = Cluster(service, self._calls, self._network)
         self.made.stored = self._stored

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.unit.router_fakes import NAMESPACE, expected, job, keys_of
+from tests.unit.router_fakes import NAMESPACE, WITHOUT_WINDOWS, expected, job, keys_of
 from tests.unit_clusters import TwoUnits, UnitCluster, answer, two_units, until
 
 from dualpath.core.cluster import Role
@@ -159,6 +159,29 @@ async def test_an_attempt_that_failed_in_a_unit_is_repeated_in_the_other_one() -
         await several(service, [1])
         first, second = (engine_id[1] for engine_id in made.calls.prefills)
         assert {first, second} == {"a", "b"}
+
+
+async def test_a_hit_that_was_evicted_is_no_failure_and_the_session_stays() -> None:
+    """Its decode engine was to compute the append, and needs a prefill engine now."""
+    made, prompt = TwoUnits(), prompt_of(1)
+    for unit in (made.a, made.b):
+        unit.settings = msgspec.structs.replace(unit.settings, append_at_decode_tokens=4)
+        await unit.start(namespace=WITHOUT_WINDOWS)
+    async with made.front_end() as service:
+        for unit in (made.a, made.b):
+            name = f"d{unit.name}0"
+            await unit.made.caches(name, keys_of(prompt))
+            made.calls.engines[name].read_limit = lambda read: (2, "missing")
+            made.calls.engines[f"p{unit.name}0"].read_limit = lambda read: (2, "missing")
+        await several(service, [1])
+        assert service.records[0].attempts == 2
+        (prefill,), (decode,) = made.calls.prefills, made.calls.decodes
+        attempts = service.exposition().decode()
+        assert f'unit_attempts_total{{reason="load",unit="{prefill[1]}:1"}} 1.0' in attempts
+        assert f'unit_attempts_total{{reason="affinity",unit="{prefill[1]}:1"}} 1.0' in attempts
+        assert decode[1] == prefill[1]
+    for unit in (made.a, made.b):
+        await unit.stop()
 
 
 async def test_after_two_failures_it_is_known_which_engines_of_both_units_live() -> None:

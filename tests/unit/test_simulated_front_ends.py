@@ -114,13 +114,17 @@ def test_equal_seeds_with_front_ends_or_role_changes_give_equal_runs() -> None:
         ("decoding-ends", "kill the router"),
         ("unannounced", "kill the router"),
         ("engines-unnumbered", "reset a control connection"),
-        ("unit-not-left", "kill a unit"),
-        ("unit-charged", "kill a unit"),
     ],
 )
 def test_planted_bugs_of_front_ends_are_found(name: str, fault: str) -> None:
     with planted(name):
         assert any(run_seed(seed, kinds=of(fault)).problems for seed in MORE_FRONT_ENDS)
+
+
+@pytest.mark.parametrize("name", ["unit-not-left", "unit-charged"])
+def test_planted_bugs_of_units_are_found(name: str) -> None:
+    with planted(name):
+        assert any(run_seed(seed, kinds=of("kill an engine")).problems for seed in UNITS)
 
 
 @pytest.mark.parametrize("name", ["undrained", "last-of-role", "size-kept"])

@@ -22,6 +22,7 @@ from dualpath.core.control import Deregister, Envelope, decode_with
 from dualpath.core.errors import (
     BadRequestError,
     EngineLostError,
+    HitLostError,
     IncompatibleError,
     SchedulerLostError,
 )
@@ -233,6 +234,8 @@ class RemoteAttempt:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         #: Its tokens come from the DE: the attempt survives the scheduler.
         self.decoding = False
+        #: It ended because a block of its hit was evicted, which is no fault of its engines.
+        self.hit_lost = False
         self.decode_engine: EngineInfo | None = None
         self._link = link
         self._session = link.session
@@ -275,7 +278,11 @@ class RemoteAttempt:
 
     async def prepare(self) -> Prepared:
         """Return the transfers, once all hits are in DRAM."""
-        return await self._call(m.Step.PREPARE, Prepared)
+        try:
+            return await self._call(m.Step.PREPARE, Prepared)
+        except HitLostError:
+            self.hit_lost = True
+            raise
 
     async def prefilled(self) -> Prefilled:
         """Wait until the KV has arrived."""

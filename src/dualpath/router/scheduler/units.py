@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import SchedulerLostError
 from dualpath.core.modes import Mode
@@ -91,7 +92,7 @@ class UnitsView:
         self.mode: Mode | None = None
 
     @property
-    def namespace(self) -> Any:  # noqa: ANN401 - a StoreNamespace, or None
+    def namespace(self) -> StoreNamespace | None:
         """The namespace of their KV; None before any engine has joined."""
         return self._units[0].view.namespace
 
@@ -213,7 +214,8 @@ class Units:
         """
         home = self.policy.home(tenant, session_id)
         errors: list[SchedulerLostError] = []
-        for unit in sorted(self.units, key=lambda unit: unit.name != home):
+        # A silent scheduler comes last: its call may wait for its time limit.
+        for unit in sorted(self.units, key=lambda unit: (unit.state().silent, unit.name != home)):
             try:
                 if await unit.link.hint_session(tenant, session_id, hints):
                     return True
@@ -283,9 +285,12 @@ class UnitRequest:
         self._units = units
         self._order = order
         self._turn: Turn | None = None
-        #: The units of all attempts so far, the present one last.
-        self._tried: list[str] = []
+        #: The unit of the last attempt, the request there, and the attempt.
+        self._unit = ""
         self._inner: RemoteRequest | None = None
+        self._attempt: RemoteAttempt | None = None
+        #: Units in which attempts have failed.
+        self._failed: list[str] = []
 
     def attempt(self, order: AttemptOrder, listener: AttemptListener) -> RemoteAttempt:
         """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
@@ -297,12 +302,15 @@ class UnitRequest:
             request.tenant,
             request.hints.session_id,
         )
-        unit = self._units.choose(self._turn, self._tried)
-        if self._inner is None or unit.name != self._tried[-1]:
+        if self._attempt is not None and not self._attempt.hit_lost:
+            self._failed.append(self._unit)
+        unit = self._units.choose(self._turn, self._failed)
+        if self._inner is None or unit.name != self._unit:
             self._leave()
             self._inner = unit.link.begin(request)
-        self._tried.append(unit.name)
-        return self._inner.attempt(order, listener)
+        self._unit = unit.name
+        self._attempt = self._inner.attempt(order, listener)
+        return self._attempt
 
     def _leave(self) -> None:
         """End the request in the unit of the last attempt."""
