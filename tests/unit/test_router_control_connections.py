@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import socket
 from collections.abc import AsyncIterator
 
@@ -18,6 +19,7 @@ from dualpath.router.scheduler.control_socket import (
     MOST_HELD_BY_ALL_BYTES,
     MOST_HELD_BYTES,
     ControlConnections,
+    LoopSocket,
     ZmqControlSocket,
 )
 
@@ -180,3 +182,32 @@ async def test_a_file_that_is_no_control_connection_any_more_is_left_alone() -> 
 
 def test_one_connection_may_hold_a_frame_and_all_more_than_one() -> None:
     assert LARGEST_FRAME_BYTES < MOST_HELD_BYTES < MOST_HELD_BY_ALL_BYTES
+
+
+async def test_a_flood_of_messages_leaves_the_loop_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever a message takes to handle, here 2 ms: others run after 5 ms."""
+    clock = itertools.count()
+    monkeypatch.setattr(control_connections.time, "monotonic", lambda: next(clock) * 0.002)
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    reader = LoopSocket(dealer)
+    taken = 0
+    at_turns: list[int] = []
+
+    async def receive() -> None:
+        nonlocal taken
+        for _ in range(30):
+            await reader.receive(lambda: b"")
+            taken += 1
+
+    receiving = asyncio.create_task(receive())
+    while not receiving.done():
+        at_turns.append(taken)
+        await asyncio.sleep(0)
+    reader.close()
+    dealer.close()
+    context.destroy()
+    in_a_row = [later - before for before, later in itertools.pairwise(at_turns)]
+    assert 1 <= max(in_a_row) <= 3

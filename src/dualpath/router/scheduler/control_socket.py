@@ -15,6 +15,7 @@ import os
 import resource
 import socket
 import struct
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
@@ -74,8 +75,9 @@ T = TypeVar("T")
 
 #: As integers: combining pyzmq's flags takes longer than libzmq needs for a frame.
 AT_ONCE, _AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-#: Messages received in a row before other tasks of the loop run.
-_IN_A_ROW = 64
+#: How long messages are received in a row before other tasks of the loop run.  A frame may have
+#: one message or a megabyte of them, so that their number would be no bound.
+_IN_A_ROW_S = 0.005
 
 
 class LoopSocket:
@@ -96,23 +98,23 @@ class LoopSocket:
         self._socket = socket
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._taken = 0
+        self._until_s = 0.0
         self._file = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._file, self._changed.set)
 
     async def receive(self, take: Callable[[], T]) -> T:
         """Return the result of ``take``, once it no longer raises ``zmq.Again``."""
-        self._taken += 1
-        if self._taken > _IN_A_ROW:
-            self._taken = 0
+        # Not the loop's time, which uvloop reads once in an iteration.
+        if time.monotonic() > self._until_s:
             await asyncio.sleep(0)
+            self._until_s = time.monotonic() + _IN_A_ROW_S
         while True:
             try:
                 return take()
             except zmq.Again:
-                self._taken = 0
                 self._changed.clear()
                 await self._changed.wait()
+                self._until_s = time.monotonic() + _IN_A_ROW_S
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Pass a message to libzmq; raises ``zmq.Again`` if it accepts none at present."""
