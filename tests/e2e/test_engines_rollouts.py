@@ -7,6 +7,7 @@ import http.client
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
@@ -20,6 +21,8 @@ from tests.e2e.plain_engine import START_S, PlainEngine, complete, until
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.weights import weights_version
+from dualpath.router.scheduler.role_calls import call_roles
+from dualpath.router.scheduler.weights import WEIGHTS_PATH
 from dualpath.storage.posix import namespaces_in
 from dualpath_lab.models.random_models import make_tiny_model
 
@@ -136,3 +139,41 @@ def test_answers_after_a_step_are_those_of_the_new_weights(
     until(lambda: namespaces(engines).get(version, 0) == stored, "as many blocks as before")
     assert namespaces(engines)["loaded"] == stored
     assert engines.total("transfer_failures") == 0
+
+
+def by_router(engines: EngineCluster, **fields: object) -> Mapping[str, object]:
+    """Let the router update the weights of all engines, and wait until that is over."""
+    calls = [
+        {
+            "path": "/collective_rpc",
+            "body": {"method": "reload_weights", "kwargs": {"weights_path": str(models()[0])}},
+        }
+    ]
+    call = partial(call_roles, engines.url, {}, path=WEIGHTS_PATH)
+    call({"action": "update", "calls": calls, **fields})
+    until(lambda: not call()["under_way"], "the update", START_S)
+    report = call()
+    assert report["error"] is None, report
+    del engines.storage
+    return report
+
+
+def test_the_router_updates_all_engines_and_those_that_were_restarted(
+    engines: EngineCluster, truth: list[list[int]]
+) -> None:
+    before, _ = truth
+    report = by_router(engines, label="step-2")
+    assert report["state"] == "serving"
+    # The weights of the start: without their name nothing of them is found.
+    first = engines.ask(PROMPT, GENERATED)
+    assert (first.token_ids, first.cached_tokens) == (before, 0)
+    engines.wait_stored([*PROMPT, *before[:-1]])
+
+    engines.kill("de-0")
+    engines.start_engine(Role.DECODE, 0)
+    registry = engines.service.registry
+    until(lambda: "de-0" in registry.outdated, "the restarted engine is refused", START_S)
+    report = by_router(engines, version=report["version"])
+    assert (report["state"], report["outdated"]) == ("serving", {})
+    again = engines.ask(PROMPT, GENERATED)
+    assert (again.token_ids, again.cached_tokens) == (before, 256)

@@ -38,7 +38,9 @@ REFERENCE = ROOT / "docs" / "reference"
 #: First components of absolute paths that a reader may meet: routes of HTTP, and mount points.
 NEUTRAL_PATHS = {"v1", "dualpath", "dashboard", "health", "metrics", "inference", "mnt"} | {
     "dev", "tokenize", "detokenize", "generative_scoring", "invocations", "ping", "load", "version",
-    "sleep", "collective_rpc", "update_weights", "proc",
+    "sleep", "collective_rpc", "update_weights", "proc", "pause", "resume", "wake_up",
+    "start_weight_update", "finish_weight_update", "update_weight_version", "weight_checker",
+    "weight_info", "is_sleeping", "is_paused", "reset_prefix_cache", "init_weight_transfer_engine",
 }  # fmt: skip
 
 

@@ -153,8 +153,8 @@ NOT_LOOKED_AT = {
     # Read only with a lease in etcd over TLS, or when an engine has an https:// address.
     *((name, f"{key}_file") for name in ("scheduler", "emulate")
       for key in ("lease_ca", "lease_cert", "lease_key", "lease_password", "engine_ca")),
-    # A finding of the doctor, and a model that vLLM looks for.
-    *(("doctor", "storage"), ("profile", "model")),
+    # A finding of the doctor, and models that vLLM looks for.
+    *(("doctor", "storage"), ("profile", "model"), ("weights", "reload")),
 }  # fmt: skip
 #: Paths that no user may look at, by the error that the operating system gives.
 UNUSABLE = {

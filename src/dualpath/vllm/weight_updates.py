@@ -12,7 +12,7 @@ whether the router calls it for a trainer:
   What may change weights is every collective call except those in ``KEEPS_WEIGHTS``: trainers bring
   methods of their own.
 - *The name* of the new weights comes from the trainer, as vLLM's ``weight_version``
-  (``core.weights``).  An engine without it stays outside.
+  (``core.weights``).  An engine without it stays outside.  Another name alone counts as a change.
 """
 
 import functools
@@ -69,7 +69,7 @@ class TrainedEngine:
         if isinstance(self._version, str):
             self._past.append(self._version)
         self._version = None
-        self._leave(f"{call} changes its weights; name them with weight_version")
+        self._leave(f"its weights change ({call}); name them with weight_version")
 
     def named(self, version: str) -> None:
         """The trainer names the weights; raises ``BadRequestError`` for a name it may not give."""
@@ -80,8 +80,9 @@ class TrainedEngine:
                 f"weight version {version} is that of earlier weights of this engine, whose KV is "
                 "stored; name these weights otherwise"
             )
-        # The version of unchanged weights may change as well: then engines agree on it.
-        self._leave(f"its weights are {version} now")
+        if self._version is not None:
+            # They have changed in a way that is no call, such as by memory that a trainer shares.
+            self.weights_change("their new name")
         self._version = version
         self.join_if_ready()
 

@@ -83,6 +83,7 @@ class WorkerSide:
         place: RankPlace,
         kv_slice: PartSlice,
     ) -> None:
+        self._given_settings, self._given_place = settings, place
         self._settings = settings
         self._config = config
         self._place = place
@@ -157,6 +158,7 @@ class WorkerSide:
 
     def _join(self) -> None:
         self._back.set()
+        self._settings, self._place = self._given_settings, self._given_place
         kv_caches = self._kv_caches
         layers = [[kv_caches[name] for name in layer.names] for layer in self._cache_layers]
         hbm = self._in_groups(hbm_layout(layers, self._num_blocks, self.geometry, self._slice))

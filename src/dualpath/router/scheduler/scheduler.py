@@ -136,6 +136,7 @@ class Scheduler:
         self.releases = Releases(self.send, settings.release_wait_s, self.registry.is_dead, clock)
         self.cached = CachedBlockIndex()
         self.seen_blocks = SeenBlocks()
+        self._weights = self.registry.weights
         self.writers = ChainWriters()
         self.sessions = SessionOrders(
             WarmthSettings(budget_share=settings.retain_share, prefetch=settings.prefetch_sessions),
@@ -413,6 +414,9 @@ class Scheduler:
 
     def on_joined(self, info: EngineInfo) -> None:
         """Called by the control server."""
+        if self._weights != self.registry.weights:
+            # A block of earlier weights is not missed: it was never computed with these.
+            self._weights, self.seen_blocks = self.registry.weights, SeenBlocks()
         if self._dispatch is None or info.role is Role.PREFILL:
             self._derive_thresholds()
         if self._dispatch is None:
