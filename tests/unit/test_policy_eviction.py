@@ -14,6 +14,7 @@ from dualpath.core.blocks import (
     block_keys,
     chain_root,
 )
+from dualpath.storage import chain_index
 from dualpath.storage.chain_index import (
     NO_PINS,
     ChainIndex,
@@ -216,6 +217,26 @@ def test_compaction_preserves_stored_blocks_and_their_parents() -> None:
     index.use(PLACE, keys[59], 9.0)
     assert gone(index, quota(1, protect_s=5.0), 10.0) == []
     assert gone(index, quota(15), 20.0) == [*reversed(keys[55:])]
+
+
+def test_compaction_leaves_no_more_removed_blocks_than_stored_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chain_index, "MAX_UNSTORED", 3)
+    index = ChainIndex()
+    removed = [chain(number, 1)[0] for number in range(10)]
+    for number, key in enumerate(removed):
+        add(index, [key], float(number))
+        index.remove(PLACE, key)
+    index.compact(before_s=0.0)
+    assert [index.find(PLACE, key) is not None for key in removed] == [False] * 7 + [True] * 3
+    add(index, chain(99, 5), 20.0)
+    for number, key in enumerate(removed):
+        add(index, [key], 10.0 + number)
+        index.remove(PLACE, key)
+    index.compact(before_s=0.0)
+    assert [index.find(PLACE, key) is not None for key in removed] == [False] * 5 + [True] * 5
+    assert index.blocks == 5
 
 
 def test_compaction_drops_tenants_without_blocks() -> None:

@@ -30,6 +30,7 @@ from dualpath.report.model import Table, cell
 from dualpath.router.observe.dashboard import board
 from dualpath.router.requests import front_end
 from dualpath.router.scheduler import dispatch
+from dualpath.storage import chain_index, janitor
 from dualpath_sim.harness.experiment import Experiment, KeyResult, Page, RawData, one_stage
 
 #: Entries of tables with a constant bound, instead of up to a million.
@@ -54,6 +55,7 @@ def serve(arguments: list[str]) -> int:
     """Run ``dualpath`` with small bounds of tables."""
     front_end._RECENT_RECORDS = dispatch._RECENT_ASSIGNMENTS = _BOUND
     board._RECENT_REQUESTS = board._MAX_ENDED = board.MAX_SAMPLES = _BOUND
+    chain_index.MAX_UNSTORED, janitor.SAVE_EVENTS = _BOUND, 8 * _BOUND
     for owner in (Recent, SessionMemory):
         _bound(owner)
     return dualpath(arguments)

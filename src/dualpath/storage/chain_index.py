@@ -30,6 +30,8 @@ from dualpath.storage.quotas import ALL, StorageLimits, StoredBytes
 NO_ROW = -1
 #: No model computes chains longer than 2**this.
 MAX_DOUBLINGS = 32
+#: Rows without a stored block that compaction leaves: this many, or as many as blocks are stored.
+MAX_UNSTORED = 1 << 16
 
 
 class Children:
@@ -249,9 +251,14 @@ class ChainIndex:
     def compact(self, before_s: float, also: Sequence[int] = ()) -> None:
         """Drop rows without a stored block, child or use since ``before_s``, except ``also``.
 
-        Tenants that are left without a row are dropped as well.
+        If there are more than ``MAX_UNSTORED`` of the others, and more than blocks are stored,
+        those used last are left.  Tenants that are left without a row are dropped as well.
         """
         tables = self.tables()
+        unstored = tables.times[~tables.stored]
+        most = max(MAX_UNSTORED, len(tables.times) - len(unstored))
+        if len(unstored) > most:
+            before_s = max(before_s, float(np.partition(unstored, -most)[-most]))
         needed = tables.stored | (tables.times >= before_s)
         needed[list(also)] = True
         behind = np.flatnonzero(needed)
