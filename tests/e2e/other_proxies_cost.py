@@ -75,7 +75,8 @@ def play_agent(url: str, seed: int) -> float:
 def jct_s(url: str, seed: int) -> float:
     """Return the mean JCT of agents that play at once."""
     agents = [partial(play_agent, url, seed * AGENTS + number) for number in range(AGENTS)]
-    return statistics.mean(in_parallel(agents))
+    times: list[float] = in_parallel(agents)
+    return statistics.mean(times)
 
 
 def measure(served: Served, decode: Sequence[str], folder: Path) -> dict[str, list[float]]:

@@ -37,7 +37,7 @@ class Completed(NamedTuple):
 
 def ask(url: str, prompt: str | Sequence[int], tokens: int, *, stream: bool = False) -> Completed:
     """Return the answer to a completion, greedy and without a stop."""
-    body = {
+    body: dict[str, Any] = {
         "model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
         "ignore_eos": True, "stream": stream, "return_token_ids": True,
     }  # fmt: skip
@@ -48,7 +48,7 @@ def ask(url: str, prompt: str | Sequence[int], tokens: int, *, stream: bool = Fa
 
 def chat(url: str, text: str, *, stream: bool = False) -> Completed:
     """Return the answer to a chat with one message."""
-    body = {
+    body: dict[str, Any] = {
         "model": NAME, "messages": [{"role": "user", "content": text}], "stream": stream,
         "max_completion_tokens": 16, "temperature": 0, "ignore_eos": True,
     }  # fmt: skip
