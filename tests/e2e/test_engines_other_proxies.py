@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.other_proxies import PROXIES, OtherProxy, command, running
-from tests.e2e.plain_engine import NAME, in_parallel, until
+from tests.e2e.plain_engine import NAME, Completion, in_parallel, until
 from tests.e2e.two_leg_cluster import BLOCK_TOKENS, Served, served_engines
 from tests.guard import GUARD_S
 
@@ -122,6 +122,11 @@ def play(served: Served, url: str, proxy: OtherProxy) -> None:
         prompt = [5 + 3 * index % 331 for index in range(300)]
         for stream in (False, True):
             compared(partial(ask, prompt=prompt, tokens=24, stream=stream))
+        # A client that leaves while its answer is streamed.
+        left = Completion(url, [7, *prompt], 400)
+        next(left.pieces())
+        left.close()
+        prompt_tokens += len(prompt) + 1
     for stream in (False, True):
         compared(partial(chat, text=" ".join(WORDS), stream=stream))
 

@@ -36,9 +36,9 @@ PAGES = sorted(
 REFERENCE = ROOT / "docs" / "reference"
 
 #: First components of absolute paths that a reader may meet: routes of HTTP, and mount points.
-NEUTRAL_PATHS = {"v1", "dualpath", "dashboard", "health", "metrics", "inference", "mnt", "query"} | {
+NEUTRAL_PATHS = {"v1", "dualpath", "dashboard", "health", "metrics", "inference", "mnt"} | {
     "dev", "tokenize", "detokenize", "generative_scoring", "invocations", "ping", "load", "version",
-    "sleep", "collective_rpc", "update_weights", "proc",
+    "sleep", "collective_rpc", "update_weights", "proc", "query",
 }  # fmt: skip
 
 
