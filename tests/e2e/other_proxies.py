@@ -1,4 +1,4 @@
-"""Proxies of others, as commands: where they are installed, and how each is told its engines.
+"""Proxies of others, as commands: where they are installed, and how their engines are named.
 
 They are no dependency of ours.  Tests find them in the folder that the environment variable
 ``DUALPATH_OTHER_PROXIES`` names; docs/how-to/other-proxies.md has the commands that fill it.

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.other_proxies import PROXIES, OtherProxy, command, running
-from tests.e2e.plain_engine import NAME, in_parallel, until
+from tests.e2e.plain_engine import NAME, Completion, in_parallel, until
 from tests.e2e.two_leg_cluster import BLOCK_TOKENS, Served, served_engines
 from tests.guard import GUARD_S
 
@@ -37,7 +37,7 @@ class Completed(NamedTuple):
 
 def ask(url: str, prompt: str | Sequence[int], tokens: int, *, stream: bool = False) -> Completed:
     """Return the answer to a completion, greedy and without a stop."""
-    body = {
+    body: dict[str, Any] = {
         "model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
         "ignore_eos": True, "stream": stream, "return_token_ids": True,
     }  # fmt: skip
@@ -48,7 +48,7 @@ def ask(url: str, prompt: str | Sequence[int], tokens: int, *, stream: bool = Fa
 
 def chat(url: str, text: str, *, stream: bool = False) -> Completed:
     """Return the answer to a chat with one message."""
-    body = {
+    body: dict[str, Any] = {
         "model": NAME, "messages": [{"role": "user", "content": text}], "stream": stream,
         "max_completion_tokens": 16, "temperature": 0, "ignore_eos": True,
     }  # fmt: skip
@@ -122,6 +122,11 @@ def play(served: Served, url: str, proxy: OtherProxy) -> None:
         prompt = [5 + 3 * index % 331 for index in range(300)]
         for stream in (False, True):
             compared(partial(ask, prompt=prompt, tokens=24, stream=stream))
+        # A client that leaves while its answer is streamed.
+        left = Completion(url, [7, *prompt], 400)
+        next(left.pieces())
+        left.close()
+        prompt_tokens += len(prompt) + 1
     for stream in (False, True):
         compared(partial(chat, text=" ".join(WORDS), stream=stream))
 

@@ -41,6 +41,7 @@ NEUTRAL_PATHS = {"v1", "dualpath", "dashboard", "health", "metrics", "inference"
     "sleep", "collective_rpc", "update_weights", "proc", "pause", "resume", "wake_up",
     "start_weight_update", "finish_weight_update", "update_weight_version", "weight_checker",
     "weight_info", "is_sleeping", "is_paused", "reset_prefix_cache", "init_weight_transfer_engine",
+    "query",
 }  # fmt: skip
 
 

@@ -115,6 +115,10 @@ BENCHMARKS = {
         "memory of router, front end and engines over many requests of mixed kinds",
         f"{_BENCHMARKS}.memory_over_requests:MEMORY",
     ),
+    "two-legs": Entry(
+        "job completion time behind a proxy that sends two legs, against the router",
+        f"{_BENCHMARKS}.two_legs:TWO_LEGS",
+    ),
     "demo-prediction": Entry(
         "the demo's job completion times, predicted by the simulator and measured",
         f"{_BENCHMARKS}.demo_prediction:DEMO_PREDICTION",

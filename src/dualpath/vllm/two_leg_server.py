@@ -19,7 +19,7 @@ vLLM has tokenised with the prompt of the KV that is used.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -76,7 +76,9 @@ _TOKEN_IDS = "prompt_token_ids"
 #: Of a request or an answer: what concerns one connection, or is made for each connection.
 _PER_CONNECTION = frozenset(
     {
+        "accept-encoding",
         "connection",
+        "content-encoding",
         "content-length",
         "date",
         "host",
@@ -387,11 +389,7 @@ class TwoLegServer:
 
         Raises an error of ``core.errors`` without an answer below 500, and if a stream breaks off.
         """
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1")
-            for name, value in scope["headers"]
-            if name.decode("latin-1").lower() not in _PER_CONNECTION
-        }
+        headers = {name.decode(): value.decode() for name, value in _passed(scope["headers"])}
         headers[PASSED_ON_HEADER] = self._engine_id
         body = msgspec.json.encode(request)
         async with self._api.pass_on(holder, own_path(scope), body, headers) as answer:
@@ -404,11 +402,7 @@ class TwoLegServer:
             streams = answer.content_type == "text/event-stream"
             # A whole answer is sent when all of it is here: until then another engine can answer.
             whole = b"" if streams else await answer.read()
-            shown = [
-                (name.lower().encode("latin-1"), value.encode("latin-1"))
-                for name, value in answer.headers.items()
-                if name.lower() not in {*_PER_CONNECTION, PREFILL_HEADER.lower()}
-            ]
+            shown = [*_passed(answer.raw_headers, PREFILL_HEADER.lower())]
             origin = f"{answer.headers.get(PREFILL_HEADER, '')}; at {holder.engine_id}"
             await _with_header(send, origin)(
                 {"type": "http.response.start", "status": answer.status, "headers": shown}
@@ -452,6 +446,14 @@ class TwoLegServer:
     ) -> None:
         content = msgspec.json.encode(request)
         await self._app(_with_body(scope, own_path(scope), content), client.sends(content), send)
+
+
+def _passed(headers: Iterable[tuple[bytes, bytes]], *but: str) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the headers of a request or an answer that is passed on; those in ASCII."""
+    for name, value in headers:
+        passes = name.lower().decode("latin-1") not in {*_PER_CONNECTION, *but}
+        if passes and name.isascii() and value.isascii():
+            yield name.lower(), value
 
 
 def _last_event(error: DualPathError) -> bytes:
