@@ -9,9 +9,11 @@ pytest.importorskip("vllm")
 from tests.guard import GUARD_S
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from dualpath.core.errors import BadRequestError, EngineLostError
 from dualpath.router.engine_calls import TokenEvent
+from dualpath.router.hit_account import HitSource
 from dualpath.vllm.engine_core import RoutedEngineCore
 
 
@@ -109,6 +111,34 @@ async def test_the_first_output_reports_cached_tokens():
     assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (130, 64)
     assert stats.num_computed_tokens == 66
     assert stats.num_cache_creation_tokens == 64
+
+
+async def test_hits_are_reported_once_by_vllms_names_of_their_sources():
+    sources = {HitSource.DE_DRAM: 64, HitSource.PE_STORAGE: 128, HitSource.DE_STORAGE: 64}
+    events = [
+        TokenEvent((5,), cached_tokens=256, cached_by_source=sources),
+        TokenEvent((6,), finish_reason="length"),
+    ]
+    core, _ = core_of(ListedService(r=events))
+    await core.add_request_async(request("r", tokens=300))
+    given, running = [], None
+    while running != 0:
+        update = await asyncio.wait_for(core.get_output_async(), GUARD_S)
+        if (stats := update.scheduler_stats) is not None:
+            given.append(stats.connector_prefix_cache_stats)
+            running = stats.num_running_reqs
+    (hits,) = [each for each in given if each.requests]
+    assert (hits.queries, hits.hits) == (300, 256)
+    assert hits.hits_by_source == {CacheHitSource.HOST: 64, CacheHitSource.DISK: 192}
+
+
+async def test_hits_without_known_sources_are_not_attributed_to_one():
+    event = TokenEvent((5,), finish_reason="length", cached_tokens=64, cached_by_source={})
+    core, _ = core_of(ListedService(r=[event]))
+    await core.add_request_async(request("r"))
+    update = await asyncio.wait_for(core.get_output_async(), GUARD_S)
+    hits = update.scheduler_stats.connector_prefix_cache_stats
+    assert hits.hits_by_source == {CacheHitSource.EXTERNAL_UNSPECIFIED: 64}
 
 
 async def test_the_count_of_requests_is_given_only_when_it_changes():

@@ -14,6 +14,7 @@ import msgspec
 from dualpath.core.session_hints import NO_HINTS, SessionHints
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.engines import EngineInfo
+from dualpath.router.hit_account import HitSource
 
 #: The calls that an engine's HTTP server has: by name, for how many seconds it has sent nothing of
 #: their answers; None before the first byte.
@@ -27,7 +28,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     ``finish_reason`` None: more will come; "abort" and "error": the engine gave the request up;
     anything else ends it.  ``payload`` is the engine's own output for the front end (such as
     logprobs).  ``cached_tokens`` is set by the service in the first event of a request: prompt
-    tokens with KV that was loaded instead of computed.
+    tokens with KV that was loaded instead of computed; ``cached_by_source`` are those by source.
     """
 
     token_ids: tuple[int, ...]
@@ -35,6 +36,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
     payload: object = None
     cached_tokens: int | None = None
+    cached_by_source: Mapping[HitSource, int] | None = None
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -6,11 +6,14 @@ has not delivered from new ones.
 """
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 import msgspec
 
 from dualpath.core.blocks import BlockKey, max_hit_blocks
+from dualpath.core.cluster import Role
 from dualpath.core.recent import Recent
+from dualpath.core.runs import HitRun
 
 #: Tokens in blocks that no request has computed before.
 NEW = "new"
@@ -28,8 +31,36 @@ LOOKUP_FAILURES = (TIMEOUT, ENGINE_LOST) = ("timeout", "engine-lost")
 SEEN_KEYS = 1 << 18
 
 
+class HitSource(StrEnum):
+    """From where a hit was loaded, and by which engine of the request.
+
+    An engine that reads a block from storage may get it from the DRAM of its node.
+    """
+
+    PE_DRAM = "pe-dram"
+    """The prefill engine's DRAM buffer, which had it from an earlier request."""
+    DE_DRAM = "de-dram"
+    PE_STORAGE = "pe-storage"
+    """Storage, read by the prefill engine."""
+    DE_STORAGE = "de-storage"
+
+
+def hit_sources(hits: Sequence[HitRun], block_tokens: int) -> dict[HitSource, int]:
+    """Return the hit tokens by source; sources without any are left out."""
+    tokens: dict[HitSource, int] = {}
+    for run in hits:
+        if run.side is Role.PREFILL:
+            source = HitSource.PE_DRAM if run.cached else HitSource.PE_STORAGE
+        else:
+            source = HitSource.DE_DRAM if run.cached else HitSource.DE_STORAGE
+        tokens[source] = tokens.get(source, 0) + run.blocks.count * block_tokens
+    return tokens
+
+
 class HitAccount(msgspec.Struct, frozen=True):
     """Tokens of one prompt: ``hit_tokens`` were loaded, ``missed`` maps a reason to the others.
+
+    ``sources`` are the hit tokens by ``HitSource``, empty if no bytes are moved.
 
     ``ideal_hit_tokens`` would have been loaded by a storage that never evicts and a data path
     that never fails.
@@ -39,6 +70,7 @@ class HitAccount(msgspec.Struct, frozen=True):
     hit_tokens: int
     ideal_hit_tokens: int
     missed: dict[str, int]
+    sources: dict[HitSource, int] = {}
 
 
 class SeenBlocks:
@@ -61,13 +93,14 @@ class SeenBlocks:
         unstored_reason: str = GONE,
         short_reason: str = "",
         faster_blocks: int = 0,
+        hits: Sequence[HitRun] = (),
     ) -> HitAccount:
         """Divide a prompt of at least 1 token by reasons, then note its blocks as computed.
 
         ``found_blocks`` were found in storage or DRAM, of these ``hit_blocks`` loaded.
         ``unstored_reason`` is why blocks beyond them were not found.  ``faster_blocks`` at the end
         of those found were recomputed because that is faster; ``short_reason`` is why others were
-        not loaded.
+        not loaded.  ``hits`` are the runs of the blocks that were loaded.
         """
         usable_blocks = max_hit_blocks(prompt_tokens, block_tokens)
         ideal_blocks = found_blocks
@@ -89,4 +122,5 @@ class SeenBlocks:
             hit_tokens=hit_blocks * block_tokens,
             ideal_hit_tokens=ideal_blocks * block_tokens,
             missed=missed,
+            sources=hit_sources(hits, block_tokens),
         )

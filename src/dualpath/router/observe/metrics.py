@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from dualpath.core.cluster import Role
 from dualpath.policy.events import Assignment
 from dualpath.policy.session_warmth import REASONS
-from dualpath.router.hit_account import LOOKUP_FAILURES, HitAccount
+from dualpath.router.hit_account import LOOKUP_FAILURES, HitAccount, HitSource
 from dualpath.router.observe.engine_metrics import EngineCollector, text_format
 from dualpath.router.refusals import ControlRefusal, HttpRefusal, http_refusal
 from dualpath.router.scheduler.registry import Registry
@@ -144,6 +144,14 @@ class RouterMetrics:
     def _define_tokens(self) -> None:
         self._prompt = self._counter("prompt_tokens", "Prompt tokens prefilled.")
         self._hit = self._counter("hit_tokens", "Prompt tokens with KV-cache that was loaded.")
+        self._hit_by_source = self._counter(
+            "hit_tokens_by_source",
+            "Prompt tokens with KV-cache that was loaded, by source: the DRAM buffer of the PE "
+            "or DE, or storage that this engine read.",
+            "source",
+        )
+        for source in HitSource:
+            self._hit_by_source.labels(source)
         self._ideal_hit = self._counter(
             "ideal_hit_tokens",
             "Prompt tokens with KV-cache that had been computed before: the hits of a storage that "
@@ -226,6 +234,8 @@ class RouterMetrics:
         self.hit_tokens += account.hit_tokens
         self._prompt.inc(account.prompt_tokens)
         self._hit.inc(account.hit_tokens)
+        for source, tokens in account.sources.items():
+            self._hit_by_source.labels(source).inc(tokens)
         self._ideal_hit.inc(account.ideal_hit_tokens)
         for reason, tokens in account.missed.items():
             self._missed.labels(_short(reason)).inc(tokens)

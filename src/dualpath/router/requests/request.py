@@ -239,6 +239,7 @@ class Attempt:
         if not self._record.prefilled:
             self._record.prefilled = True
             self._record.hit_tokens = done.account.hit_tokens
+            self._record.hit_sources = done.account.sources
             self._front_end.metrics.prefilled(done.account)
 
     def _stream_first(self, first: TokenEvent) -> bool:
@@ -536,7 +537,11 @@ class RequestLife:
         if self._finished:
             return
         if self.record.first_token_s is None:
-            event = msgspec.structs.replace(event, cached_tokens=self.record.hit_tokens)
+            event = msgspec.structs.replace(
+                event,
+                cached_tokens=self.record.hit_tokens,
+                cached_by_source=self.record.hit_sources,
+            )
         self._generated += event.token_ids
         self.record.streamed(len(event.token_ids))
         self._finished = event.finish_reason is not None

@@ -164,6 +164,7 @@ class EngineAttempt(AttemptChannel):
             tenant=order.tenant,
             hit_key_tail=tail,
             prompt_digest=order.prompt_digest,
+            hits=tuple(run.with_slots(()) for run in side_of(self._loaded.hits, Role.DECODE)),
         )
 
     # ------------------------------------------------------------------ ScheduledAttempt
@@ -602,6 +603,7 @@ class EngineAttempt(AttemptChannel):
             unstored_reason=self._unstored_reason,
             short_reason=self._short_reason,
             faster_blocks=self._found_blocks - self._wanted_blocks,
+            hits=self._loaded.hits,
         )
 
     def _persist(self, in_buffer: tuple[BlockKey, ...]) -> None:
