@@ -306,7 +306,7 @@ class EngineServer:
         except DualPathError:
             prompt = Prompt(generate.token_ids, generate.cache_salt)
             compute = functools.partial(prefill_at, self._api, prompt)
-            attempt = await legs.prefill_elsewhere(prompt, compute)
+            attempt = await legs.prefill_elsewhere(prompt, params, compute)
         try:
             generate.kv_transfer_params = to_transfer_params(attempt.transfer)
             answer = await self._run(request, generate)

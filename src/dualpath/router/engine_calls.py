@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from dualpath.core.kv_hints import NO_KV_HINTS, KvRequestHints
 from dualpath.core.session_hints import NO_HINTS, SessionHints
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.engines import EngineInfo
@@ -51,7 +52,7 @@ class Job(msgspec.Struct, frozen=True):
     failed attempt has already streamed.  ``payload`` is the original request, opaque here.
     ``tenant`` is the ``core.blocks.tenant_tag`` of the blocks' owner.
     ``trace_headers`` are the W3C trace context that calls to engines carry on.  ``hints`` are
-    the client's on its session.
+    the client's on its session, ``kv_hints`` an orchestrator's on its KV.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class Job(msgspec.Struct, frozen=True):
     trace_headers: Mapping[str, str] | None = None
     tenant: str = ""
     hints: SessionHints = NO_HINTS
+    kv_hints: KvRequestHints = NO_KV_HINTS
 
     @property
     def prompt_tokens(self) -> int:

@@ -22,6 +22,8 @@ TAIL = "tail"
 #: Computed before, but not stored (any more, or not yet), nor in DRAM of the request's engines.
 GONE = "gone"
 NOT_CACHEABLE = "not-cacheable"
+#: Computed before, but more than the request may load (``AttemptOrder.max_load_tokens``).
+LIMITED = "load-limit"
 #: Stored, but recomputed because that is faster (``policy.read_side``).
 FASTER = "recompute"
 #: Why no engine reported what is stored.
@@ -94,24 +96,30 @@ class SeenBlocks:
         short_reason: str = "",
         faster_blocks: int = 0,
         hits: Sequence[HitRun] = (),
+        most_blocks: int | None = None,
     ) -> HitAccount:
         """Divide a prompt of at least 1 token by reasons, then note its blocks as computed.
 
         ``found_blocks`` were found in storage or DRAM, of these ``hit_blocks`` loaded.
         ``unstored_reason`` is why blocks beyond them were not found.  ``faster_blocks`` at the end
         of those found were recomputed because that is faster; ``short_reason`` is why others were
-        not loaded.  ``hits`` are the runs of the blocks that were loaded.
+        not loaded.  ``hits`` are the runs of the blocks that were loaded;
+        beyond ``most_blocks`` nothing was to be loaded, None: without a bound.
         """
         usable_blocks = max_hit_blocks(prompt_tokens, block_tokens)
         ideal_blocks = found_blocks
         while ideal_blocks < usable_blocks and hash(keys[ideal_blocks]) in self._seen:
             ideal_blocks += 1
         self._seen.note(map(hash, keys[found_blocks:]), None)
+        allowed_blocks = ideal_blocks
+        if most_blocks is not None:
+            allowed_blocks = max(min(ideal_blocks, most_blocks), found_blocks)
         missed: dict[str, int] = {}
         for reason, blocks in (
             (short_reason, found_blocks - faster_blocks - hit_blocks),
             (FASTER, faster_blocks),
-            (unstored_reason, ideal_blocks - found_blocks),
+            (unstored_reason, allowed_blocks - found_blocks),
+            (LIMITED, ideal_blocks - allowed_blocks),
             (NEW, usable_blocks - ideal_blocks),
         ):
             if blocks > 0:

@@ -39,6 +39,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from dualpath.core.blocks import KeyExtras, PromptItem, tenant_tag
 from dualpath.core.errors import BadRequestError, DualPathError, EngineLostError
 from dualpath.core.key_cache import Adapter, KeyCache
+from dualpath.core.kv_hints import kv_request_hints
 from dualpath.core.session_hints import HINT_ARGUMENTS, session_hints
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.hit_account import HitSource
@@ -223,6 +224,9 @@ def make_job(
         trace_headers=request.trace_headers,
         tenant=tenant_tag(request.cache_salt),
         hints=session_hints(params.extra_args or {}, request.session_id),
+        kv_hints=kv_request_hints(
+            (params.extra_args or {}).get("kv_transfer_params"), request.kv_hints
+        ),
     )
 
 

@@ -322,7 +322,7 @@ class TwoLegServer:
             if isinstance(prompt, _Answer):
                 raise BadRequestError(f"vLLM's render route answered {prompt.status}")
             return await self._legs.prefill_elsewhere(
-                prompt, partial(prefill_at, self._api, prompt)
+                prompt, params, partial(prefill_at, self._api, prompt)
             )
         except DualPathError as error:
             raise TransportError(f"{missing}; and no prefill engine could help: {error}") from error

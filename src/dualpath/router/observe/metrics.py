@@ -15,6 +15,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from dualpath.core.cluster import Role
+from dualpath.core.kv_hints import FETCH, HintStatus
 from dualpath.policy.events import Assignment
 from dualpath.policy.session_warmth import REASONS
 from dualpath.router.hit_account import LOOKUP_FAILURES, HitAccount, HitSource
@@ -173,6 +174,15 @@ class RouterMetrics:
         for reason in LOOKUP_FAILURES:
             self._lookup_failures.labels(reason)
         self._generated = self._counter("generation_tokens", "Tokens streamed to clients.")
+        self._kv_hints = self._counter(
+            "kv_hint_actions",
+            "Actions of orchestrators' KV hints, by what became of them.",
+            "action",
+            "status",
+        )
+        for action in (FETCH, "other"):
+            for status in HintStatus:
+                self._kv_hints.labels(action, status)
         self._session_blocks = self._counter(
             "session_blocks",
             "Blocks that decode engines were ordered to retain, prefetch or release for agents' "
@@ -239,6 +249,12 @@ class RouterMetrics:
         self._ideal_hit.inc(account.ideal_hit_tokens)
         for reason, tokens in account.missed.items():
             self._missed.labels(_short(reason)).inc(tokens)
+
+    def kv_hint(self, action_type: str, status: HintStatus) -> None:
+        """Count an action of an orchestrator's KV hints."""
+        # Clients choose names: only the known one is a label.
+        action = action_type if action_type == FETCH else "other"
+        self._kv_hints.labels(action, status).inc()
 
     def recomputed(self, tokens: int, reason: str) -> None:
         """Count stored tokens that have to be computed again."""

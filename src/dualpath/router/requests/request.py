@@ -152,6 +152,7 @@ class Attempt:
             cacheable=job.cacheable,
             tenant=job.tenant,
             use_cached=self._use_cached,
+            max_load_tokens=job.kv_hints.max_load_tokens,
         )
         scheduled = self._scheduled.attempt(order, self)
         reason = "cancelled"
