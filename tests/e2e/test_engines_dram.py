@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("vllm")
 
@@ -101,6 +102,25 @@ def test_turns_take_their_hits_from_the_decode_engines_dram(served: Served) -> N
     cluster.wait_idle()
     assert cluster.total("storage_read_bytes") == 0
     assert cluster.total("dram_hit_blocks", "de-0") > 0
+    # vLLM's own metrics: the DE had them in its DRAM and sent them to the PE.
+    hits = sum(cluster.expected_hits(AGENTS[0]))
+    assert cached_by_source(cluster, Role.PREFILL) == {"p2p": hits}
+    of_decode = cached_by_source(cluster, Role.DECODE)
+    assert of_decode.pop("host") == hits
+    assert set(of_decode) == {"p2p"}
+
+
+def cached_by_source(cluster: EngineCluster, role: Role) -> dict[str, int]:
+    """Return the tokens that an engine's own metrics count as cached, by source."""
+    (engine,) = [each for each in cluster.service.registry.alive() if each.role is role]
+    with urllib.request.urlopen(f"{engine.api_url}/metrics", timeout=GUARD_S) as response:
+        families = text_string_to_metric_families(response.read().decode())
+        return {
+            sample.labels["source"]: int(sample.value)
+            for family in families
+            for sample in family.samples
+            if sample.name == "vllm:prompt_tokens_cached_by_source_total" and sample.value
+        }
 
 
 def test_agents_that_push_each_other_out_in_mid_request_get_their_tokens(served: Served) -> None:

@@ -9,9 +9,12 @@ pytest.importorskip("vllm")
 from tests.guard import GUARD_S
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.kv_hints import KvHintsEnvelope
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from dualpath.core.errors import BadRequestError, EngineLostError
 from dualpath.router.engine_calls import TokenEvent
+from dualpath.router.hit_account import HitSource
 from dualpath.vllm.engine_core import RoutedEngineCore
 
 
@@ -109,6 +112,66 @@ async def test_the_first_output_reports_cached_tokens():
     assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (130, 64)
     assert stats.num_computed_tokens == 66
     assert stats.num_cache_creation_tokens == 64
+
+
+async def test_the_job_has_the_orchestrators_hints_from_either_place():
+    hint = {"protocol_version": "0.1", "message_id": "m", "actions": []}
+    arguments = {"kv_transfer_params": {"max_load_tokens": 64, "kv_hint": hint}}
+    service = ListedService(
+        a=[TokenEvent((5,), finish_reason="length")], b=[TokenEvent((5,), finish_reason="length")]
+    )
+    core, _ = core_of(service)
+    params = SamplingParams(max_tokens=8, extra_args=arguments)
+    await core.add_request_async(request("a", sampling_params=params))
+    await outputs_until_idle(core)
+    envelope = KvHintsEnvelope("0.1", "from-python", [])
+    await core.add_request_async(request("b", kv_hints=envelope))
+    await outputs_until_idle(core)
+    of_http, of_python = (job.kv_hints for job in service.jobs)
+    assert (of_http.max_load_tokens, of_http.kv_hint.message_id) == (64, "m")
+    assert (of_python.max_load_tokens, of_python.kv_hint.message_id) == (None, "from-python")
+    # They change nothing about sampling, and engines do not get them.
+    assert service.jobs[0].first_token_from_pe
+
+
+async def test_a_malformed_hint_is_the_clients_mistake():
+    arguments = {"kv_transfer_params": {"max_load_tokens": -1}}
+    core, failures = core_of(ListedService(r=[]))
+    await core.add_request_async(
+        request("r", sampling_params=SamplingParams(max_tokens=8, extra_args=arguments))
+    )
+    await outputs_until_idle(core)
+    ((_, error),) = failures
+    assert isinstance(error, BadRequestError)
+    assert "max_load_tokens" in str(error)
+
+
+async def test_hits_are_reported_once_by_vllms_names_of_their_sources():
+    sources = {HitSource.DE_DRAM: 64, HitSource.PE_STORAGE: 128, HitSource.DE_STORAGE: 64}
+    events = [
+        TokenEvent((5,), cached_tokens=256, cached_by_source=sources),
+        TokenEvent((6,), finish_reason="length"),
+    ]
+    core, _ = core_of(ListedService(r=events))
+    await core.add_request_async(request("r", tokens=300))
+    given, running = [], None
+    while running != 0:
+        update = await asyncio.wait_for(core.get_output_async(), GUARD_S)
+        if (stats := update.scheduler_stats) is not None:
+            given.append(stats.connector_prefix_cache_stats)
+            running = stats.num_running_reqs
+    (hits,) = [each for each in given if each.requests]
+    assert (hits.queries, hits.hits) == (300, 256)
+    assert hits.hits_by_source == {CacheHitSource.HOST: 64, CacheHitSource.DISK: 192}
+
+
+async def test_hits_without_known_sources_are_not_attributed_to_one():
+    event = TokenEvent((5,), finish_reason="length", cached_tokens=64, cached_by_source={})
+    core, _ = core_of(ListedService(r=[event]))
+    await core.add_request_async(request("r"))
+    update = await asyncio.wait_for(core.get_output_async(), GUARD_S)
+    hits = update.scheduler_stats.connector_prefix_cache_stats
+    assert hits.hits_by_source == {CacheHitSource.EXTERNAL_UNSPECIFIED: 64}
 
 
 async def test_the_count_of_requests_is_given_only_when_it_changes():

@@ -6,11 +6,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dualpath.core.cluster import Role
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.router.hit_account import (
     FASTER,
     GONE,
     NEW,
     TAIL,
+    HitSource,
     SeenBlocks,
 )
 
@@ -32,6 +35,24 @@ def test_a_first_prompt_is_new_but_for_its_tail() -> None:
     first = account(SeenBlocks(), keys(1, 2), 3, stored=0, hit=0)
     assert first.missed == {NEW: 8, TAIL: 3}
     assert first.ideal_hit_tokens == first.hit_tokens == 0
+
+
+def test_hits_have_the_dram_or_the_reads_of_an_engine_as_their_source() -> None:
+    hits = (
+        HitRun(Role.DECODE, BlockRun(0, 1), cached=True),
+        HitRun(Role.PREFILL, BlockRun(1, 1), cached=True),
+        HitRun(Role.DECODE, BlockRun(2, 2)),
+        HitRun(Role.PREFILL, BlockRun(4, 1)),
+        HitRun(Role.DECODE, BlockRun(5, 1)),
+    )
+    found = account(SeenBlocks(), keys(*range(7)), 1, stored=6, hit=6, hits=hits)
+    assert found.sources == {
+        HitSource.DE_DRAM: 4,
+        HitSource.PE_DRAM: 4,
+        HitSource.DE_STORAGE: 12,
+        HitSource.PE_STORAGE: 4,
+    }
+    assert sum(found.sources.values()) == found.hit_tokens
 
 
 def test_the_last_token_is_never_a_hit() -> None:

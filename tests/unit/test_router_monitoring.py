@@ -1,6 +1,7 @@
 """Dashboard, alerts and documentation ask only for what a real scrape contains."""
 
 import asyncio
+import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -54,7 +55,22 @@ def scrape(tmp_path_factory: pytest.TempPathFactory) -> Scrape:
     return asyncio.run(scrape_after_three_turns(tmp_path_factory.mktemp("storage")))
 
 
-@pytest.mark.parametrize(("expr", "text"), list(queries()))
+def of_vllm(expr: str) -> bool:
+    return "vllm:" in expr
+
+
+def test_queries_of_vllms_metrics_name_those_of_the_installed_release() -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs vLLM")
+    loggers = Path(spec.submodule_search_locations[0], "v1", "metrics", "loggers.py").read_text()
+    names = [name for expr, _ in queries() for name in re.findall(r"vllm:\w+", expr)]
+    assert names
+    for name in names:
+        assert f'"{name.removesuffix("_total")}"' in loggers, name
+
+
+@pytest.mark.parametrize(("expr", "text"), [q for q in queries() if not of_vllm(q[0])])
 def test_a_query_finds_its_metrics_and_labels(expr: str, text: str, scrape: Scrape) -> None:
     selectors = SELECTOR.findall(expr)
     assert selectors

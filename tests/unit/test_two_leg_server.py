@@ -139,9 +139,12 @@ class Legs:
         return self.taken[-1]
 
     async def prefill_elsewhere(
-        self, prompt: Prompt, compute: Callable[[Any, PrefillTransfer], Any]
+        self,
+        prompt: Prompt,
+        params: LegParameters,
+        compute: Callable[[Any, PrefillTransfer], Any],
     ) -> Taken:
-        self.prompts.append((prompt, LegParameters(), ""))
+        self.prompts.append((prompt, params, ""))
         if self.elsewhere is not None:
             raise self.elsewhere
         await compute("p0", PREFILL)

@@ -113,7 +113,9 @@ class Engines:
             return await self.second(attempt.engine_id, prompt, count, params, request_id)
         return Answer(await self._decode(info, prompt, count, attempt), None)
 
-    async def again(self, engine_id: str, prompt: list[int], count: int) -> tuple[list[int], str]:
+    async def again(
+        self, engine_id: str, prompt: list[int], count: int, **params: Any
+    ) -> tuple[list[int], str]:
         """Serve a second leg without an attempt; return its tokens and where its KV comes from."""
         made = self.made
         info = made.service.scheduler.engine(engine_id)
@@ -121,7 +123,8 @@ class Engines:
         async def compute(engine: EngineInfo, transfer: PrefillTransfer) -> None:
             await made.calls.prefill(engine, job("leg", prompt, 1), transfer)
 
-        leg = await self.legs[engine_id].prefill_elsewhere(Prompt(prompt), compute)
+        given = leg_parameters(params)
+        leg = await self.legs[engine_id].prefill_elsewhere(Prompt(prompt), given, compute)
         found = f"{leg.origin}, {leg.hit_tokens} hits"
         return await self._decode(info, prompt, count, leg), found
 
@@ -361,6 +364,22 @@ async def test_a_decode_engine_notices_that_the_one_with_the_kv_is_lost() -> Non
         every.made.lose("d0", certain=True)
         await lost
         await every.made.revive("d0")
+        await every.nothing_is_left()
+
+
+async def test_legs_load_only_as_much_as_they_may() -> None:
+    async with engines(decode=2) as every:
+        await every.both("p0", "d0", PROMPT, 6)
+        loaded = []
+        for tokens in (0, 9, 1000):
+            params = await every.first("p0", PROMPT, max_load_tokens=tokens)
+            assert params is not None
+            loaded.append(params["remote_prefill_cached_tokens"])
+            decode = params["remote_engine_id"]
+            assert await every.second(decode, PROMPT, 6, params) == (expected(PROMPT, 6), None)
+        assert loaded == [0, 8, 16]
+        tokens, found = await every.again("d1", PROMPT, 6, max_load_tokens=5)
+        assert (tokens, found) == (expected(PROMPT, 6), "prefilled by p0 again, 4 hits")
         await every.nothing_is_left()
 
 

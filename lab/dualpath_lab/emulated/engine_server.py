@@ -330,11 +330,11 @@ class EngineServer:
         try:
             attempt = await legs.take(params, header)
         except DualPathError:
-            attempt = await legs.prefill_elsewhere(prompt, compute)
+            attempt = await legs.prefill_elsewhere(prompt, params, compute)
         if isinstance(attempt, EngineInfo):
             if PASSED_ON_HEADER not in request.headers:
                 return await self._pass_on(request, generate, attempt, header)
-            attempt = await legs.prefill_elsewhere(prompt, compute)
+            attempt = await legs.prefill_elsewhere(prompt, params, compute)
         try:
             generate.kv_transfer_params = to_transfer_params(attempt.transfer)
             answer = await self._run(request, generate, sent)

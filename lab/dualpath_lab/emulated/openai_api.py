@@ -34,7 +34,8 @@ class Request(msgspec.Struct, kw_only=True):
     """The fields of both kinds of requests; ``null`` is a field's default.
 
     ``model`` may be any name.  ``n`` is decoded only to refuse values other than 1, ``session_id``
-    and ``vllm_xargs`` are decoded for the hints of ``core.session_hints``.
+    and ``vllm_xargs`` are decoded for the hints of ``core.session_hints``, ``kv_transfer_params``
+    for those of ``core.kv_hints``.
     """
 
     model: str | None = None
@@ -47,6 +48,7 @@ class Request(msgspec.Struct, kw_only=True):
     session_id: str | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
     vllm_xargs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def limit_tokens(self) -> int | None:

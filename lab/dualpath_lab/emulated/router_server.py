@@ -29,6 +29,7 @@ from dualpath.core.errors import (
     DualPathError,
 )
 from dualpath.core.key_cache import KeyCache
+from dualpath.core.kv_hints import kv_request_hints
 from dualpath.core.session_hints import session_hints
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.router.api_keys import (
@@ -287,6 +288,7 @@ class RouterServer:
             payload=asked.cache_salt,
             trace_headers={n: headers[n] for n in TRACE_HEADERS if n in headers},
             tenant=tenant_tag(asked.cache_salt),
+            kv_hints=kv_request_hints(asked.kv_transfer_params),
             hints=session_hints(
                 asked.vllm_xargs or {}, asked.session_id or headers.get(SESSION_HEADER)
             ),

@@ -48,7 +48,8 @@ class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     These ``prompt_tokens`` are the whole prompt; or its hit, in full blocks, if the DE computes the
     append: then ``hit_key_tail`` is the key of the last of them, which the DE compares with its own
     chain before it trusts any of these blocks.  ``tenant`` owns the blocks of all tokens that
-    follow, ``prompt_digest`` is as in ``PrefillTransfer``.
+    follow, ``prompt_digest`` is as in ``PrefillTransfer``.  ``hits`` are the runs, without slots,
+    that the DE itself had in its buffer or read; they are for metrics only.
     """
 
     request_id: Name
@@ -57,6 +58,7 @@ class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     tenant: TenantTag = ""
     hit_key_tail: bytes = b""
     prompt_digest: bytes = b""
+    hits: tuple[HitRun, ...] = ()
 
 
 def prompt_digest(keys: Sequence[BlockKey], token_ids: Sequence[int], block_tokens: int) -> bytes:

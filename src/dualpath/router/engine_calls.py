@@ -11,9 +11,11 @@ from typing import Protocol
 
 import msgspec
 
+from dualpath.core.kv_hints import NO_KV_HINTS, KvRequestHints
 from dualpath.core.session_hints import NO_HINTS, SessionHints
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.engines import EngineInfo
+from dualpath.router.hit_account import HitSource
 
 #: The calls that an engine's HTTP server has: by name, for how many seconds it has sent nothing of
 #: their answers; None before the first byte.
@@ -27,7 +29,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     ``finish_reason`` None: more will come; "abort" and "error": the engine gave the request up;
     anything else ends it.  ``payload`` is the engine's own output for the front end (such as
     logprobs).  ``cached_tokens`` is set by the service in the first event of a request: prompt
-    tokens with KV that was loaded instead of computed.
+    tokens with KV that was loaded instead of computed; ``cached_by_source`` are those by source.
     """
 
     token_ids: tuple[int, ...]
@@ -35,6 +37,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
     payload: object = None
     cached_tokens: int | None = None
+    cached_by_source: Mapping[HitSource, int] | None = None
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -49,8 +52,8 @@ class Job(msgspec.Struct, frozen=True):
     failed attempt has already streamed.  ``payload`` is the original request, opaque here.
     ``tenant`` is the ``core.blocks.tenant_tag`` of the blocks' owner.
     ``trace_headers`` are the W3C trace context that calls to engines carry on.  ``hints`` are
-    the client's on its session.  ``priority``: of the tenant's waiting requests, one with a lower
-    number is earlier.
+    the client's on its session, ``kv_hints`` an orchestrator's on its KV.  ``priority``: of the
+    tenant's waiting requests, one with a lower number is earlier.
     """
 
     request_id: str
@@ -66,6 +69,7 @@ class Job(msgspec.Struct, frozen=True):
     tenant: str = ""
     hints: SessionHints = NO_HINTS
     priority: int = 0
+    kv_hints: KvRequestHints = NO_KV_HINTS
 
     @property
     def prompt_tokens(self) -> int:

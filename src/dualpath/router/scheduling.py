@@ -58,6 +58,8 @@ class AttemptOrder(msgspec.Struct, frozen=True):
     With two legs (``router.two_legs``) ``prefill_engine`` is the PE that serves it, as in
     ``core.request.Request``, and so is ``decode_engine``; ``handover`` is the name under which the
     attempt will be offered to the second leg; ``prompt_digest`` is that of transfers.
+
+    ``max_load_tokens`` bounds the hit, None: no bound.
     """
 
     attempt_id: str
@@ -72,6 +74,7 @@ class AttemptOrder(msgspec.Struct, frozen=True):
     decode_engine: str = ""
     handover: str = ""
     prompt_digest: bytes = b""
+    max_load_tokens: int | None = None
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True):

@@ -1,10 +1,12 @@
 """Stages of a request's life and its record: the source of metrics and traces."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 
 import msgspec
+
+from dualpath.router.hit_account import HitSource
 
 
 class Stage(StrEnum):
@@ -87,7 +89,8 @@ OUTCOMES = (
 class RequestRecord(Stages):
     """Filled in while a request lives; complete when ``outcome`` is set.
 
-    ``hit_tokens`` were loaded, ``recomputed`` maps a reason to stored tokens that were not.
+    ``hit_tokens`` were loaded, ``hit_sources`` are those by source, ``recomputed`` maps a reason to
+    stored tokens that were not loaded.
     Times of tokens are those at which the router streamed them.
     """
 
@@ -97,6 +100,7 @@ class RequestRecord(Stages):
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
         self.hit_tokens = 0
+        self.hit_sources: Mapping[HitSource, int] = {}
         self.recomputed: dict[str, int] = {}
         self.generated_tokens = 0
         self.failures: list[str] = []

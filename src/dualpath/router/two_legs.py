@@ -54,6 +54,7 @@ from dualpath.core.errors import (
     TransportError,
 )
 from dualpath.core.key_cache import KeyCache
+from dualpath.core.kv_hints import NO_KV_HINTS, KvRequestHints, hint_results, kv_request_hints
 from dualpath.core.names import name_problem
 from dualpath.core.sessions import REGISTER_INTERVAL_S
 from dualpath.core.transfers import (
@@ -108,16 +109,19 @@ class LegParameters(msgspec.Struct, frozen=True):
     remote_request_id: str | None = None
     transfer_id: str | None = None
     remote_prefill_cached_tokens: int | None = None
+    kv_hints: KvRequestHints = NO_KV_HINTS
 
 
 def leg_parameters(params: Mapping[str, Any] | None) -> LegParameters:
     """Return the parameters of a leg; raises ``BadRequestError`` for a malformed value."""
     try:
-        return msgspec.convert(dict(params or {}), LegParameters)
+        known = {key: value for key, value in (params or {}).items() if key != "kv_hints"}
+        read = msgspec.convert(known, LegParameters)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         raise BadRequestError(
             f"kv_transfer_params: {error}; send those of vLLM's disaggregated serving, or none"
         ) from error
+    return msgspec.structs.replace(read, kv_hints=kv_request_hints(params))
 
 
 def leg_of(request: Mapping[str, Any], role: Role) -> LegParameters:
@@ -316,7 +320,7 @@ class TwoLegs:
         may be sent again.
         """
         self._check_role(Role.PREFILL, "first")
-        order = await self._order(prompt, _LIMITS.engine_wait_s)
+        order = await self._order(prompt, params.kv_hints, _LIMITS.engine_wait_s)
         order = msgspec.structs.replace(
             order,
             prefill_engine=self.engine_id,
@@ -338,7 +342,7 @@ class TwoLegs:
         engines = self._link.engines.alive(Role.DECODE)
         return next((e.engine_id for e in engines if urlsplit(e.api_url).netloc == address), "")
 
-    async def _order(self, prompt: Prompt, wait_s: float) -> AttemptOrder:
+    async def _order(self, prompt: Prompt, kv_hints: KvRequestHints, wait_s: float) -> AttemptOrder:
         """Return the order of an attempt at a prompt.
 
         Raises ``BadRequestError`` if none can be, ``DeadlineError`` without engines in ``wait_s``.
@@ -347,6 +351,13 @@ class TwoLegs:
         await self._link.wait_for_engines(1, 1, wait_s)
         keys, block_tokens = self._block_keys(prompt)
         self._check_fits(len(prompt.token_ids), block_tokens)
+        if kv_hints.kv_hint is not None:
+            for action, status, reason in hint_results(kv_hints.kv_hint, keys):
+                logger.info(
+                    "action %r (%s %s) of KV hint %r is %s: %s",
+                    *(action.action_id, action.action_type, action.action_version),
+                    *(kv_hints.kv_hint.message_id, status, reason),
+                )
         return AttemptOrder(
             attempt_id=f"leg-{uuid.uuid4().hex}",
             number=1,
@@ -356,6 +367,7 @@ class TwoLegs:
             cacheable=prompt.cacheable,
             tenant=tenant_tag(prompt.cache_salt),
             prompt_digest=prompt_digest(keys, prompt.token_ids, block_tokens),
+            max_load_tokens=kv_hints.max_load_tokens,
         )
 
     async def _first_leg(
@@ -476,6 +488,7 @@ class TwoLegs:
     async def prefill_elsewhere(
         self,
         prompt: Prompt,
+        params: LegParameters,
         compute: Callable[[EngineInfo, PrefillTransfer], Awaitable[None]],
     ) -> SecondLeg:
         """Have a prefill engine fill this DE's buffer, for a second leg without an attempt.
@@ -484,7 +497,7 @@ class TwoLegs:
         engine has to compute the prompt itself, also if it has no room for the request now.
         """
         self._check_role(Role.DECODE, "second")
-        order = await self._order(prompt, _LIMITS.first_leg_timeout_s)
+        order = await self._order(prompt, params.kv_hints, _LIMITS.first_leg_timeout_s)
         order = msgspec.structs.replace(order, decode_engine=self.engine_id)
         request = self._link.begin(RequestOrder(order.attempt_id, order.keys, order.tenant))
         reason, heard, leg = "cancelled", _FirstLeg(), None

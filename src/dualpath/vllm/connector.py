@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -152,6 +153,12 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """See ``SchedulerSide.blocks_allocated``."""
         self.scheduler_side.blocks_allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> "dict[CacheHitSource, int]":
+        """See ``SchedulerSide.hit_sources``."""
+        return self._scheduling.hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """See ``SchedulerSide.build``."""

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, NoReturn, Protocol
@@ -32,14 +32,17 @@ from vllm.v1.engine import (
     EngineCoreRequest,
     FinishReason,
 )
-from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from dualpath.core.blocks import KeyExtras, PromptItem, tenant_tag
 from dualpath.core.errors import BadRequestError, DualPathError, EngineLostError
 from dualpath.core.key_cache import Adapter, KeyCache
+from dualpath.core.kv_hints import kv_request_hints
 from dualpath.core.session_hints import HINT_ARGUMENTS, session_hints
 from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.hit_account import HitSource
 from dualpath.router.requests.request import check_salt
 from dualpath.router.served_adapters import ServedAdapters
 
@@ -222,6 +225,9 @@ def make_job(
         tenant=tenant_tag(request.cache_salt),
         hints=session_hints(params.extra_args or {}, request.session_id),
         priority=request.priority,
+        kv_hints=kv_request_hints(
+            (params.extra_args or {}).get("kv_transfer_params"), request.kv_hints
+        ),
     )
 
 
@@ -342,6 +348,8 @@ class RoutedEngineCore:
         self._arrived = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reported_running = -1
+        #: Hits of requests since the last report.
+        self._hits = PrefixCacheStats()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
@@ -380,15 +388,16 @@ class RoutedEngineCore:
         return EngineCoreOutputs(outputs=outputs, scheduler_stats=self._changed_stats())
 
     def _changed_stats(self) -> SchedulerStats | None:
-        """Return the count of running requests, None if it has not changed.
+        """Return the count of running requests and new hits, None if neither has changed.
 
         vLLM updates a dozen gauges from it, and outputs come with every token.
         """
         running = len(self._tasks)
-        if running == self._reported_running:
+        if running == self._reported_running and not self._hits.requests:
             return None
         self._reported_running = running
-        return SchedulerStats(num_running_reqs=running)
+        hits, self._hits = self._hits, PrefixCacheStats()
+        return SchedulerStats(num_running_reqs=running, connector_prefix_cache_stats=hits)
 
     def _queue(self, item: EngineCoreOutput | _Failure | _Ended) -> None:
         self._outputs.append(item)
@@ -437,7 +446,10 @@ class RoutedEngineCore:
     ) -> None:
         """Add what vLLM expects once per request: prefill statistics and prompt logprobs."""
         stats = PrefillStats()
-        stats.set(job.prompt_tokens, 0, min(event.cached_tokens or 0, job.prompt_tokens))
+        cached_tokens = min(event.cached_tokens or 0, job.prompt_tokens)
+        stats.set(job.prompt_tokens, 0, cached_tokens)
+        sources = _by_vllm_source(event.cached_by_source or {}, cached_tokens)
+        self._hits.record(job.prompt_tokens, cached_tokens, False, sources)
         if job.cacheable:
             stats.finalize(len(job.keys) * self._block_tokens)
         output.prefill_stats = stats
@@ -506,6 +518,27 @@ class RoutedEngineCore:
             )
 
         return refuse
+
+
+_VLLM_SOURCES = {
+    HitSource.PE_DRAM: CacheHitSource.HOST,
+    HitSource.DE_DRAM: CacheHitSource.HOST,
+    HitSource.PE_STORAGE: CacheHitSource.DISK,
+    HitSource.DE_STORAGE: CacheHitSource.DISK,
+}
+
+
+def _by_vllm_source(
+    sources: Mapping[HitSource, int], cached_tokens: int
+) -> dict[CacheHitSource, int]:
+    """Return ``cached_tokens`` by vLLM's names of sources, unspecified where none is known."""
+    found: dict[CacheHitSource, int] = {}
+    for source, tokens in sources.items():
+        name = _VLLM_SOURCES[source]
+        found[name] = found.get(name, 0) + tokens
+    if sum(found.values()) != cached_tokens:
+        return {CacheHitSource.EXTERNAL_UNSPECIFIED: cached_tokens} if cached_tokens else {}
+    return found
 
 
 def _output(request_id: str, event: TokenEvent) -> EngineCoreOutput:

@@ -17,6 +17,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
 from dualpath.core.blocks import BlockGeometry, chain_root, holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, DualPathError
@@ -197,6 +199,34 @@ class SchedulerSide:
             tracked.transferred, tracked.waits = True, external_tokens > 0
             tracked.persisted_blocks = self._full_blocks(transfer.prompt_tokens)
             self._new_decode_transfers.append(request.request_id)
+
+    def hit_sources(self, request: "Request", external_tokens: int) -> dict["CacheHitSource", int]:
+        """Return by vLLM's names from where the last loaded tokens of a request come.
+
+        These are ``external_tokens`` tokens, behind those of vLLM's prefix cache.  Blocks that this
+        engine's buffer had are from the host, blocks that it read are from disk, all others come
+        from the other engine of the request.
+        """
+        tracked = self._tracked.get(request.request_id)
+        transfer = tracked.transfer if tracked is not None else None
+        if isinstance(transfer, PrefillTransfer):
+            loaded_tokens = transfer.hit_blocks * self._block_tokens
+        elif transfer is not None:
+            loaded_tokens = self._tokens_to_fill(request, transfer)
+        else:
+            return {CacheHitSource.EXTERNAL_UNSPECIFIED: external_tokens}
+        first_token, tokens = loaded_tokens - external_tokens, {}
+        for run in transfer.hits:
+            if run.side is not self._role:
+                continue
+            start = max(run.blocks.first * self._block_tokens, first_token)
+            count = min(run.blocks.end * self._block_tokens, loaded_tokens) - start
+            if count > 0:
+                source = CacheHitSource.HOST if run.cached else CacheHitSource.DISK
+                tokens[source] = tokens.get(source, 0) + count
+        if (others := external_tokens - sum(tokens.values())) > 0:
+            tokens[CacheHitSource.P2P] = others
+        return tokens
 
     def build(self, output: "SchedulerOutput") -> StepMetadata:
         """Return this step's work for the worker."""

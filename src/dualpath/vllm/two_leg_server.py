@@ -320,7 +320,7 @@ class TwoLegServer:
         found: list[SecondLeg] = []
 
         async def find(missing: str) -> None:
-            found.append(await self._again(scope, request, client, missing))
+            found.append(await self._again(scope, request, params, client, missing))
 
         async def take() -> None:
             try:
@@ -413,7 +413,12 @@ class TwoLegServer:
             await send({"type": "http.response.body", "body": whole})
 
     async def _again(
-        self, scope: Message, request: dict[str, Any], client: _Client, missing: str
+        self,
+        scope: Message,
+        request: dict[str, Any],
+        params: LegParameters,
+        client: _Client,
+        missing: str,
     ) -> SecondLeg:
         """Return a new attempt of a second leg; ``missing`` is why it has none of its first leg."""
         try:
@@ -421,7 +426,7 @@ class TwoLegServer:
             if isinstance(prompt, _Answer):
                 raise BadRequestError(f"vLLM's render route answered {prompt.status}")
             return await self._legs.prefill_elsewhere(
-                prompt, partial(prefill_at, self._api, prompt)
+                prompt, params, partial(prefill_at, self._api, prompt)
             )
         except DualPathError as error:
             raise TransportError(f"{missing}; and no prefill engine could help: {error}") from error

@@ -17,10 +17,11 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from dualpath.core.cluster import Role
+from dualpath.core.kv_hints import FETCH, HintStatus
 from dualpath.policy.events import Assignment
 from dualpath.policy.session_warmth import REASONS
 from dualpath.policy.units import UNIT_REASONS, UnitChoice
-from dualpath.router.hit_account import LOOKUP_FAILURES, HitAccount
+from dualpath.router.hit_account import LOOKUP_FAILURES, HitAccount, HitSource
 from dualpath.router.observe.engine_metrics import EngineCollector, text_format
 from dualpath.router.refusals import ControlRefusal, HttpRefusal, QueueRefusal, http_refusal
 from dualpath.router.scheduler.registry import Registry
@@ -194,6 +195,14 @@ class RouterMetrics:
     def _define_tokens(self) -> None:
         self._prompt = self._counter("prompt_tokens", "Prompt tokens prefilled.")
         self._hit = self._counter("hit_tokens", "Prompt tokens with KV-cache that was loaded.")
+        self._hit_by_source = self._counter(
+            "hit_tokens_by_source",
+            "Prompt tokens with KV-cache that was loaded, by source: the DRAM buffer of the PE "
+            "or DE, or storage that this engine read.",
+            "source",
+        )
+        for source in HitSource:
+            self._hit_by_source.labels(source)
         self._ideal_hit = self._counter(
             "ideal_hit_tokens",
             "Prompt tokens with KV-cache that had been computed before: the hits of a storage that "
@@ -215,6 +224,15 @@ class RouterMetrics:
         for reason in LOOKUP_FAILURES:
             self._lookup_failures.labels(reason)
         self._generated = self._counter("generation_tokens", "Tokens streamed to clients.")
+        self._kv_hints = self._counter(
+            "kv_hint_actions",
+            "Actions of orchestrators' KV hints, by what became of them.",
+            "action",
+            "status",
+        )
+        for action in (FETCH, "other"):
+            for status in HintStatus:
+                self._kv_hints.labels(action, status)
         self._session_blocks = self._counter(
             "session_blocks",
             "Blocks that decode engines were ordered to retain, prefetch or release for agents' "
@@ -304,9 +322,17 @@ class RouterMetrics:
         self.hit_tokens += account.hit_tokens
         self._prompt.inc(account.prompt_tokens)
         self._hit.inc(account.hit_tokens)
+        for source, tokens in account.sources.items():
+            self._hit_by_source.labels(source).inc(tokens)
         self._ideal_hit.inc(account.ideal_hit_tokens)
         for reason, tokens in account.missed.items():
             self._missed.labels(_short(reason)).inc(tokens)
+
+    def kv_hint(self, action_type: str, status: HintStatus) -> None:
+        """Count an action of an orchestrator's KV hints."""
+        # Clients choose names: only the known one is a label.
+        action = action_type if action_type == FETCH else "other"
+        self._kv_hints.labels(action, status).inc()
 
     def recomputed(self, tokens: int, reason: str) -> None:
         """Count stored tokens that have to be computed again."""

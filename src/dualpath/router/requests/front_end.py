@@ -12,6 +12,7 @@ from dualpath.core.errors import (
     EngineLostError,
     TurnedAwayError,
 )
+from dualpath.core.kv_hints import HintStatus, KvHints, hint_results
 from dualpath.core.modes import Mode
 from dualpath.core.names import name_problem
 from dualpath.core.session_hints import SessionHints
@@ -191,6 +192,8 @@ class FrontEnd:
         if self._stopping:
             raise self._stops(job)
         ticket = self.admission.enter(job)
+        if job.kv_hints.kv_hint is not None:
+            self._take_hints(job, job.kv_hints.kv_hint)
         scheduled = self.scheduling.begin(
             RequestOrder(job.request_id, job.keys, job.tenant, job.hints)
         )
@@ -209,6 +212,17 @@ class FrontEnd:
         finally:
             task.cancel()
             await asyncio.wait({task})
+
+    def _take_hints(self, job: Job, hints: KvHints) -> None:
+        """Count what becomes of the hints; a request is served whatever that is."""
+        for action, status, reason in hint_results(hints, job.keys):
+            self.metrics.kv_hint(action.action_type, status)
+            if status is not HintStatus.APPLIED:
+                logger.info(
+                    "request %s: action %r (%s %s) of KV hint %r is %s: %s",
+                    *(job.request_id, action.action_id, action.action_type),
+                    *(action.action_version, hints.message_id, status, reason),
+                )
 
     @staticmethod
     def _stops(job: Job) -> EngineLostError:

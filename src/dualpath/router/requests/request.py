@@ -157,6 +157,7 @@ class Attempt:
             cacheable=job.cacheable,
             tenant=job.tenant,
             use_cached=self._use_cached,
+            max_load_tokens=job.kv_hints.max_load_tokens,
         )
         self._asked_s = self._front_end.clock()
         scheduled = self._scheduled.attempt(order, self)
@@ -245,6 +246,7 @@ class Attempt:
         if not self._record.prefilled:
             self._record.prefilled = True
             self._record.hit_tokens = done.account.hit_tokens
+            self._record.hit_sources = done.account.sources
             self._front_end.metrics.prefilled(done.account)
 
     def _stream_first(self, first: TokenEvent) -> bool:
@@ -566,7 +568,11 @@ class RequestLife:
         if self._finished:
             return
         if self.record.first_token_s is None:
-            event = msgspec.structs.replace(event, cached_tokens=self.record.hit_tokens)
+            event = msgspec.structs.replace(
+                event,
+                cached_tokens=self.record.hit_tokens,
+                cached_by_source=self.record.hit_sources,
+            )
         self._generated += event.token_ids
         self.record.streamed(len(event.token_ids))
         self._finished = event.finish_reason is not None

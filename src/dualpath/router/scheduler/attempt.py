@@ -165,6 +165,7 @@ class EngineAttempt(AttemptChannel):
             tenant=order.tenant,
             hit_key_tail=tail,
             prompt_digest=order.prompt_digest,
+            hits=tuple(run.with_slots(()) for run in side_of(self._loaded.hits, Role.DECODE)),
         )
 
     # ------------------------------------------------------------------ ScheduledAttempt
@@ -274,7 +275,14 @@ class EngineAttempt(AttemptChannel):
         """Return the keys of the blocks that can be hits."""
         order = self._order
         most = max_hit_blocks(order.prompt_tokens, self._scheduler.block_tokens)
+        if (limit_blocks := self._limit_blocks()) is not None:
+            most = min(most, limit_blocks)
         return order.keys[:most] if order.cacheable else ()
+
+    def _limit_blocks(self) -> int | None:
+        """Return how many blocks the request may load at most, None without a limit."""
+        limit_tokens = self._order.max_load_tokens
+        return None if limit_tokens is None else limit_tokens // self._scheduler.block_tokens
 
     # ------------------------------------------------------------------ 3: engines and read side
 
@@ -603,6 +611,8 @@ class EngineAttempt(AttemptChannel):
             unstored_reason=self._unstored_reason,
             short_reason=self._short_reason,
             faster_blocks=self._found_blocks - self._wanted_blocks,
+            hits=self._loaded.hits,
+            most_blocks=self._limit_blocks(),
         )
 
     def _persist(self, in_buffer: tuple[BlockKey, ...]) -> None:
