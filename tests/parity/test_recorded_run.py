@@ -16,7 +16,7 @@ import pytest
 from tests.parity.compiled_driver import CompiledScheduler, before_losses
 
 from dualpath.core.cluster import Role
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.policy.event_log import Entry, EventLog, assignments, difference, encode_line
 from dualpath.policy.events import (
@@ -185,6 +185,8 @@ OTHER = {
     "decode_read_tokens": 1,
     "recompute_tokens": 1,
     "unstored_tokens": 1,
+    "handover": Handover.HBM,
+    "handover_reason": "hbm-full",
 }
 
 
