@@ -35,7 +35,8 @@ class AttentionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     ``pair_flops`` per (query, key) pair, where a query sees at most ``window_tokens`` keys (None:
     all; for sparse attention the number selected); ``index_pair_flops`` per pair whatever the
-    window (the indexer of sparse attention); ``token_flops`` per computed token.
+    window (the indexer of sparse attention, and the layers of a model with windows that have none);
+    ``token_flops`` per computed token.
     """
 
     pair_flops: float

@@ -88,6 +88,7 @@ def from_passes(
 
 class _Prefill(msgspec.Struct):
     pair_s: float
+    index_pair_s: float = 0.0
 
 
 class Profile(msgspec.Struct):
@@ -124,6 +125,7 @@ def read_profile(path: str) -> Profile:
 def read_file(path: str, geometry: AttentionGeometry) -> PassCosts:
     """Return the costs that ``dualpath profile`` wrote; raises ``ConfigError``."""
     profile = read_profile(path)
-    flops_per_s = geometry.pair_flops / profile.prefill.pair_s
+    seconds = profile.prefill.pair_s + profile.prefill.index_pair_s
+    flops_per_s = (geometry.pair_flops + geometry.index_pair_flops) / seconds
     attention = LayerTimeEstimate(0.0, flops_per_s)
     return PassCosts(attention, profile.prefill_tokens_per_s, profile.computed_weight)

@@ -319,15 +319,56 @@ def needs_costs(settings: EngineSettings) -> bool:
 
 
 def attention_geometry(config: "VllmConfig") -> AttentionGeometry:
-    """Return attention's FLOP as a function of tokens, assuming plain multi-head attention."""
+    """Return attention's FLOP as a function of tokens, by the kind of each layer.
+
+    Layers with a window, and sparse ones, see at most the window or what the indexer selects; the
+    indexer and all other layers see every token.  Layers whose state has a fixed size have no cost
+    that grows with the context.  Where layers have several windows the largest counts for all.
+    """
     model, parallel = config.model_config, config.parallel_config
-    head_size = model.get_head_size()
-    return AttentionGeometry.from_heads(
-        layers=model.get_num_layers(parallel),
-        query_heads=model.get_num_attention_heads(parallel),
-        key_dimension=head_size,
-        value_dimension=head_size,
-    )
+    text = model.hf_text_config
+    heads = model.get_num_attention_heads(parallel)
+    first, end = model.get_layers_start_end_indices(parallel)
+    layers = end - first
+    if model.use_mla:
+        # The absorbed form: QK over the latent and the rotary part, PV over the latent.
+        latent = AttentionGeometry.from_heads(
+            layers, heads, text.kv_lora_rank + text.qk_rope_head_dim, text.kv_lora_rank
+        )
+        if (selected := getattr(text, "index_topk", None)) is None:
+            return latent
+        indexed = 2.0 * layers * text.index_n_heads * text.index_head_dim
+        return AttentionGeometry(latent.pair_flops, 0.0, selected, indexed)
+    windows = _layer_windows(text, first, end, model.get_sliding_window())
+    size = model.get_head_size()
+    pair_flops = AttentionGeometry.from_heads(1, heads, size, size).pair_flops
+    whole = pair_flops * sum(window == 0 for window in windows)
+    if not any(windows):
+        return AttentionGeometry(whole)
+    seen = pair_flops * sum(window is not None and window > 0 for window in windows)
+    return AttentionGeometry(seen, 0.0, max(window or 0 for window in windows), whole)
+
+
+def _layer_windows(
+    text: Any,  # noqa: ANN401 - transformers' configuration of any family
+    first: int,
+    end: int,
+    sliding_window: int | None,
+) -> list[int | None]:
+    """Return the window of layers ``first`` to ``end`` - 1 in tokens.
+
+    0: the layer sees all tokens; None: it has a state and no KV of tokens.
+    """
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        return [sliding_window or 0] * (end - first)
+    windows = {
+        "sliding_attention": sliding_window or 0,
+        "chunked_attention": getattr(text, "attention_chunk_size", None) or 0,
+        "linear_attention": None,
+    }
+    whole = {kind: 0 for kind in kinds if "attention" in kind}
+    return [{**whole, **windows}.get(kind) for kind in kinds[first:end]]
 
 
 def find_costs(
@@ -384,6 +425,7 @@ def _of(
     """Return everything that the time of a pass depends on, by name."""
     return {
         "namespace": msgspec.json.encode(namespace).decode(),
+        "attention": msgspec.json.encode(attention_geometry(config)).decode(),
         "device": _device(),
         "cores": str(len(os.sched_getaffinity(0))),
         "threads": str(torch.get_num_threads()),
