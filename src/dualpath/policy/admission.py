@@ -199,9 +199,10 @@ def _discard(values: list[Any], value: tuple[object, ...]) -> None:
 #: when they take no more (β), so that a shorter queue leaves none of them idle, and a longer one
 #: has no use: its order is fixed.
 PLACEMENT_TARGET_S = 0.25
-#: The lag of links and of the scheduler's event loop that the window allows for.  A longer one is
-#: taken for a scheduler with too much to do.
-LARGEST_LAG_S = 1.0
+#: The lag of links and event loops that the window allows for.  A longer one is taken for a
+#: scheduler with too much to do; at 5 s engines and front ends would count as lost (the default of
+#: ``engine_timeout_s``).
+LARGEST_LAG_S = 2.5
 
 
 class PlacementWindow:

@@ -83,11 +83,6 @@ class Admission:
         self._refused: Counter[QueueRefusal] = Counter()
 
     @property
-    def waiting(self) -> int:
-        """Requests that are not admitted."""
-        return len(self._queue)
-
-    @property
     def placed(self) -> int:
         """Admitted requests that have their engines."""
         return self._admitted - self._unplaced
@@ -106,7 +101,8 @@ class Admission:
                 raise self._refusal(QueueRefusal.FULL)
             self._displace(last)
         ticket = Ticket(job.request_id, job.tenant, self._clock())
-        ticket.place = self._queue.add(ticket, job.tenant, job.priority, job.prompt_tokens)
+        cost = max(job.prompt_tokens, 1)
+        ticket.place = self._queue.add(ticket, job.tenant, job.priority, cost)
         self._waiting[ticket] = None
         self._admit()
         if not ticket.admitted:

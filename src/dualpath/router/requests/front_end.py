@@ -191,9 +191,12 @@ class FrontEnd:
         if self._stopping:
             raise self._stops(job)
         ticket = self.admission.enter(job)
-        scheduled = self.scheduling.begin(
-            RequestOrder(job.request_id, job.keys, job.tenant, job.hints)
-        )
+        order = RequestOrder(job.request_id, job.keys, job.tenant, job.hints)
+        try:
+            scheduled = self.scheduling.begin(order)
+        except BaseException:
+            self.admission.leave(ticket)
+            raise
         life = self._lives[job.request_id] = RequestLife(self, job, scheduled, ticket)
         self.metrics.began()
         task = asyncio.create_task(life.run(), name=f"request {job.request_id}")
