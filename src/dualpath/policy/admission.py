@@ -158,7 +158,7 @@ class FairQueue(Generic[T]):
             self._ends.clear()
         elif queue.start > self._now:
             self._ends[place.tenant] = queue.start
-            self._forget_ends()
+            self._drop_ends()
 
     def displaced_by(self, tenant: str, priority: int) -> Place[T] | None:
         """Return the request that gives way to one of ``tenant`` in a full queue, None if none.
@@ -179,8 +179,8 @@ class FairQueue(Generic[T]):
             return None
         return self._tenants[name].places[-1]
 
-    def _forget_ends(self) -> None:
-        """Forget ends that are past, and the earliest of too many."""
+    def _drop_ends(self) -> None:
+        """Remove ends that are past, and the earliest of too many."""
         if len(self._ends) <= MOST_REMEMBERED:
             return
         ahead = sorted((end, name) for name, end in self._ends.items() if end > self._now)
