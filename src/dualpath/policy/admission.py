@@ -213,8 +213,10 @@ class PlacementWindow:
     else but the look-up in storage (links, the scheduler's event loop).  The means of a round move
     the size towards what gives the target in the queue, at most by half or to the double.  A lag of
     up to ``LARGEST_LAG_S`` is allowed for: a slow link or a slow machine does not shrink the
-    window, a longer lag does.  The size grows only while requests wait for it.  So the window
-    follows whatever limits placement: engines, the scheduler's own load, other front ends.
+    window, a longer lag does.  The size grows only while requests wait for it; else it falls, by
+    half at most, to what is used of it, so that a burst of long ago does not let too many wait at
+    the scheduler.  So the window follows whatever limits placement: engines, the scheduler's own
+    load, other front ends.
     """
 
     def __init__(self) -> None:
@@ -224,17 +226,26 @@ class PlacementWindow:
         self._placed = 0
         self._queued_s = self._lagged_s = 0.0
         self._short = False
+        self._used = 0
 
     def limit(self, least: int) -> int:
         """Return how many may wait at the scheduler, at least ``least`` and 1."""
         return max(math.ceil(self.size), least, 1)
 
     def placed(
-        self, admitted_in: int, queue_s: float, lag_s: float, *, short: bool, least: int
+        self,
+        admitted_in: int,
+        queue_s: float,
+        lag_s: float,
+        *,
+        used: int,
+        short: bool,
+        least: int,
     ) -> None:
         """A request that was admitted in round ``admitted_in`` has its engines after these waits.
 
-        ``short``: requests wait for the window at present.
+        ``used`` requests were at the scheduler, this one included.  ``short``: requests wait for
+        the window at present.
         """
         if admitted_in != self.round:
             return
@@ -242,6 +253,7 @@ class PlacementWindow:
         self._queued_s += queue_s
         self._lagged_s += lag_s
         self._short = self._short or short
+        self._used = max(self._used, used)
         limit = self.limit(least)
         if self._placed < limit:
             return
@@ -251,7 +263,7 @@ class PlacementWindow:
         if factor < 1 or self._short:
             self._begin_round(max(limit * factor, 1.0))
         else:
-            self._begin_round(self.size)
+            self._begin_round(max(self.size / 2, min(self.size, self._used)))
 
     def reset(self) -> None:
         """The scheduler is lost: begin with the least at the next one."""
@@ -260,7 +272,8 @@ class PlacementWindow:
     def _begin_round(self, size: float) -> None:
         self.size = size
         self.round += 1
-        self._placed, self._queued_s, self._lagged_s, self._short = 0, 0.0, 0.0, False
+        self._placed, self._queued_s, self._lagged_s = 0, 0.0, 0.0
+        self._short, self._used = False, 0
 
 
 #: Time constant of ``DrainRate``.

@@ -125,10 +125,14 @@ class Admission:
         """The scheduler has placed the request; the waits are those of ``PlacementWindow``."""
         if not ticket.unplaced:
             return
+        self._window.placed(
+            *(ticket.round, queue_s, lag_s),
+            used=self._unplaced,
+            short=bool(self._queue),
+            least=self._least(),
+        )
         ticket.unplaced = False
         self._unplaced -= 1
-        short, least = bool(self._queue), self._least()
-        self._window.placed(ticket.round, queue_s, lag_s, short=short, least=least)
         ticket.round = -1
         self._admit()
 
