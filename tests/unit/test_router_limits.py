@@ -126,7 +126,7 @@ async def test_a_request_that_gives_way_in_a_full_queue_is_429_with_retry_after(
             assert await late == (429, "1")
             running.close()
         async with asyncio.timeout(GUARD_S):
-            assert await asyncio.gather(early, few, third) == [(200, None)] * 3
+            assert list(await asyncio.gather(early, few, third)) == [(200, None)] * 3
 
 
 async def test_every_path_asks_for_a_key_but_those_on_the_list(tmp_path: Path, monkeypatch) -> None:
