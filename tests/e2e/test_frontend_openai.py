@@ -108,9 +108,13 @@ def test_completion_returns_text_and_usage(client):
 def test_a_token_prompt_reaches_the_service_as_it_is(client, service):
     tokens = [*range(10, 10 + 2 * BLOCK_TOKENS + 3)]
     answer = client.completions.create(
-        model="tiny", prompt=tokens, max_tokens=4, extra_body={"return_token_ids": True}
+        model="tiny",
+        prompt=tokens,
+        max_tokens=4,
+        extra_body={"return_token_ids": True, "priority": -3},
     )
     (job,) = service.jobs
+    assert job.priority == -3
     assert job.prompt_token_ids == tuple(tokens)
     assert job.max_new_tokens == 4
     assert len(job.keys) == 2

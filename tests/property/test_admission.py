@@ -209,7 +209,8 @@ def play_window(window: PlacementWindow, scheduler: SteadyScheduler, placements:
         while len(scheduler.pending) < window.limit(1):
             scheduler.ask(now_s, window.round)
         now_s, queue_s, round_ = scheduler.pending.popleft()
-        window.placed(round_, queue_s, scheduler.lag_s, short=True, least=1)
+        used = len(scheduler.pending) + 1
+        window.placed(round_, queue_s, scheduler.lag_s, used=used, short=True, least=1)
         limits.append(window.limit(1))
     return limits
 
@@ -229,7 +230,8 @@ def test_a_scheduler_that_has_too_much_to_do_gets_less() -> None:
     window, limits = PlacementWindow(), []
     for _ in range(5000):
         lag_s = window.limit(1) / 100  # It works off 100 requests a second.
-        window.placed(window.round, 0.0, lag_s, short=True, least=1)
+        used = window.limit(1)
+        window.placed(window.round, 0.0, lag_s, used=used, short=True, least=1)
         limits.append(window.limit(1))
     wanted = 100 * (LARGEST_LAG_S + PLACEMENT_TARGET_S)
     assert 0.5 * wanted <= min(limits[-500:]) <= max(limits[-500:]) <= 1.5 * wanted
@@ -242,11 +244,20 @@ def test_the_window_is_never_below_the_least_and_grows_only_when_it_is_short(
     window = PlacementWindow()
     for wait_s, short in placements:
         before = window.limit(least)
-        window.placed(window.round, wait_s, 0.0, short=short, least=least)
+        window.placed(window.round, wait_s, 0.0, used=before, short=short, least=least)
         assert window.limit(least) >= max(least, 1)
         assert window.limit(least) <= 2 * before
         if not any(short for _, short in placements):
             assert window.limit(least) <= max(least, 1)
+
+
+def test_a_burst_of_long_ago_does_not_keep_the_window_large() -> None:
+    window = PlacementWindow()
+    play_window(window, SteadyScheduler(1000.0, 0.0), 4000)
+    large = window.limit(1)
+    for _ in range(3 * large):
+        window.placed(window.round, 0.001, 0.001, used=3, short=False, least=1)
+    assert window.limit(1) == 3
 
 
 def test_after_a_loss_the_window_begins_with_the_least() -> None:

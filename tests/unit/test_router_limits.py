@@ -94,6 +94,41 @@ async def test_a_full_router_says_when_to_retry(tmp_path: Path) -> None:
         assert (await made.post(PROMPT, 1))[0] == 200
 
 
+async def test_a_request_that_gives_way_in_a_full_queue_is_429_with_retry_after(
+    tmp_path: Path,
+) -> None:
+    settings = RouterSettings(mode=Mode.DUALPATH, max_concurrent_requests=1, max_waiting_requests=3)
+    async with cluster(tmp_path, Mode.DUALPATH, router=settings, speedup=0.01) as made:
+        url = f"{made.endpoint}/v1/completions"
+
+        async def ask(salt: str, **fields: object) -> tuple[int, str | None]:
+            body = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": salt, **fields}
+            async with made.http.post(url, json=body) as answer:
+                await answer.read()
+                return answer.status, answer.headers.get("Retry-After")
+
+        async def waits(count: int) -> None:
+            async with asyncio.timeout(GUARD_S):
+                while made.service.admission.report()["waiting"] < count:
+                    await asyncio.sleep(0)
+
+        assert (await ask("many", priority=1 << 64))[0] == 400
+        slow = {"prompt": PROMPT, "max_tokens": 300, "stream": True}
+        async with made.http.post(url, json=slow) as running:
+            early = asyncio.create_task(ask("many"))
+            await waits(1)
+            late = asyncio.create_task(ask("many", priority=1))
+            await waits(2)
+            few = asyncio.create_task(ask("few"))
+            await waits(3)
+            assert await ask("many", priority=2) == (429, "1")
+            third = asyncio.create_task(ask("third"))
+            assert await late == (429, "1")
+            running.close()
+        async with asyncio.timeout(GUARD_S):
+            assert list(await asyncio.gather(early, few, third)) == [(200, None)] * 3
+
+
 async def test_every_path_asks_for_a_key_but_those_on_the_list(tmp_path: Path, monkeypatch) -> None:
     """Clients show one of the router's keys, the router shows the engines theirs."""
     monkeypatch.setenv("VLLM_API_KEY", "of-the-engines")

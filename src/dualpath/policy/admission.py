@@ -158,7 +158,7 @@ class FairQueue(Generic[T]):
             self._ends.clear()
         elif queue.start > self._now:
             self._ends[place.tenant] = queue.start
-            self._forget_ends()
+            self._drop_ends()
 
     def displaced_by(self, tenant: str, priority: int) -> Place[T] | None:
         """Return the request that gives way to one of ``tenant`` in a full queue, None if none.
@@ -179,8 +179,8 @@ class FairQueue(Generic[T]):
             return None
         return self._tenants[name].places[-1]
 
-    def _forget_ends(self) -> None:
-        """Forget ends that are past, and the earliest of too many."""
+    def _drop_ends(self) -> None:
+        """Remove ends that are past, and the earliest of too many."""
         if len(self._ends) <= MOST_REMEMBERED:
             return
         ahead = sorted((end, name) for name, end in self._ends.items() if end > self._now)
@@ -199,9 +199,10 @@ def _discard(values: list[Any], value: tuple[object, ...]) -> None:
 #: when they take no more (β), so that a shorter queue leaves none of them idle, and a longer one
 #: has no use: its order is fixed.
 PLACEMENT_TARGET_S = 0.25
-#: The lag of links and of the scheduler's event loop that the window allows for.  A longer one is
-#: taken for a scheduler with too much to do.
-LARGEST_LAG_S = 1.0
+#: The lag of links and event loops that the window allows for.  A longer one is taken for a
+#: scheduler with too much to do; at 5 s engines and front ends would count as lost (the default of
+#: ``engine_timeout_s``).
+LARGEST_LAG_S = 2.5
 
 
 class PlacementWindow:
@@ -212,8 +213,10 @@ class PlacementWindow:
     else but the look-up in storage (links, the scheduler's event loop).  The means of a round move
     the size towards what gives the target in the queue, at most by half or to the double.  A lag of
     up to ``LARGEST_LAG_S`` is allowed for: a slow link or a slow machine does not shrink the
-    window, a longer lag does.  The size grows only while requests wait for it.  So the window
-    follows whatever limits placement: engines, the scheduler's own load, other front ends.
+    window, a longer lag does.  The size grows only while requests wait for it; else it falls, by
+    half at most, to what is used of it, so that a burst of long ago does not let too many wait at
+    the scheduler.  So the window follows whatever limits placement: engines, the scheduler's own
+    load, other front ends.
     """
 
     def __init__(self) -> None:
@@ -223,17 +226,26 @@ class PlacementWindow:
         self._placed = 0
         self._queued_s = self._lagged_s = 0.0
         self._short = False
+        self._used = 0
 
     def limit(self, least: int) -> int:
         """Return how many may wait at the scheduler, at least ``least`` and 1."""
         return max(math.ceil(self.size), least, 1)
 
     def placed(
-        self, admitted_in: int, queue_s: float, lag_s: float, *, short: bool, least: int
+        self,
+        admitted_in: int,
+        queue_s: float,
+        lag_s: float,
+        *,
+        used: int,
+        short: bool,
+        least: int,
     ) -> None:
         """A request that was admitted in round ``admitted_in`` has its engines after these waits.
 
-        ``short``: requests wait for the window at present.
+        ``used`` requests were at the scheduler, this one included.  ``short``: requests wait for
+        the window at present.
         """
         if admitted_in != self.round:
             return
@@ -241,6 +253,7 @@ class PlacementWindow:
         self._queued_s += queue_s
         self._lagged_s += lag_s
         self._short = self._short or short
+        self._used = max(self._used, used)
         limit = self.limit(least)
         if self._placed < limit:
             return
@@ -250,7 +263,7 @@ class PlacementWindow:
         if factor < 1 or self._short:
             self._begin_round(max(limit * factor, 1.0))
         else:
-            self._begin_round(self.size)
+            self._begin_round(max(self.size / 2, min(self.size, self._used)))
 
     def reset(self) -> None:
         """The scheduler is lost: begin with the least at the next one."""
@@ -259,7 +272,8 @@ class PlacementWindow:
     def _begin_round(self, size: float) -> None:
         self.size = size
         self.round += 1
-        self._placed, self._queued_s, self._lagged_s, self._short = 0, 0.0, 0.0, False
+        self._placed, self._queued_s, self._lagged_s = 0, 0.0, 0.0
+        self._short, self._used = False, 0
 
 
 #: Time constant of ``DrainRate``.

@@ -83,11 +83,6 @@ class Admission:
         self._refused: Counter[QueueRefusal] = Counter()
 
     @property
-    def waiting(self) -> int:
-        """Requests that are not admitted."""
-        return len(self._queue)
-
-    @property
     def placed(self) -> int:
         """Admitted requests that have their engines."""
         return self._admitted - self._unplaced
@@ -106,7 +101,8 @@ class Admission:
                 raise self._refusal(QueueRefusal.FULL)
             self._displace(last)
         ticket = Ticket(job.request_id, job.tenant, self._clock())
-        ticket.place = self._queue.add(ticket, job.tenant, job.priority, job.prompt_tokens)
+        cost = max(job.prompt_tokens, 1)
+        ticket.place = self._queue.add(ticket, job.tenant, job.priority, cost)
         self._waiting[ticket] = None
         self._admit()
         if not ticket.admitted:
@@ -129,10 +125,14 @@ class Admission:
         """The scheduler has placed the request; the waits are those of ``PlacementWindow``."""
         if not ticket.unplaced:
             return
+        self._window.placed(
+            *(ticket.round, queue_s, lag_s),
+            used=self._unplaced,
+            short=bool(self._queue),
+            least=self._least(),
+        )
         ticket.unplaced = False
         self._unplaced -= 1
-        short, least = bool(self._queue), self._least()
-        self._window.placed(ticket.round, queue_s, lag_s, short=short, least=least)
         ticket.round = -1
         self._admit()
 

@@ -194,9 +194,12 @@ class FrontEnd:
         ticket = self.admission.enter(job)
         if job.kv_hints.kv_hint is not None:
             self._take_hints(job, job.kv_hints.kv_hint)
-        scheduled = self.scheduling.begin(
-            RequestOrder(job.request_id, job.keys, job.tenant, job.hints)
-        )
+        order = RequestOrder(job.request_id, job.keys, job.tenant, job.hints)
+        try:
+            scheduled = self.scheduling.begin(order)
+        except BaseException:
+            self.admission.leave(ticket)
+            raise
         life = self._lives[job.request_id] = RequestLife(self, job, scheduled, ticket)
         self.metrics.began()
         task = asyncio.create_task(life.run(), name=f"request {job.request_id}")

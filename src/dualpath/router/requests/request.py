@@ -416,7 +416,7 @@ class RequestLife:
             ) from error
 
     async def _admitted(self) -> None:
-        """Wait in the queue; looks for engines now and then, as a request at the scheduler does."""
+        """Wait in the queue, but for longer than ``engine_wait_s`` only if there are engines."""
         while not await self.ticket.wait(0.0):
             await self._some_engines()
             await self.ticket.wait(self._front_end.settings.engine_wait_s)
