@@ -80,7 +80,7 @@ def test_the_next_membership_is_a_new_engine_of_the_same_process() -> None:
     assert first.leave("its weights change")
     second = member(Role.PREFILL, STEP_1, first.epoch)
     assert is_earlier_data_plane(first.epoch, second.epoch)
-    assert second.manager._transport.agent != first.manager._transport.agent
+    assert second.manager.address("").agents != first.manager.address("").agents
     assert second.manager.report().load.cached_buffer_tokens == 0
     assert second._namespace.weights == STEP_1
     assert second.leave()
