@@ -263,6 +263,14 @@ class WorkerSide:
             self._follower.close()
 
     def _namespace(self) -> StoreNamespace:
+        return self._loaded_namespace.with_weights(self._weights)
+
+    @functools.cached_property
+    def _loaded_namespace(self) -> StoreNamespace:
+        """The namespace with the weights of the start.
+
+        It is read once: vLLM changes its configuration where it reloads other files.
+        """
         return StoreNamespace(
             model=model_fingerprint(self._config),
             dtype=str(self._config.model_config.dtype).removeprefix("torch."),
@@ -270,7 +278,6 @@ class WorkerSide:
             geometry=self.geometry,
             mode="kv" if self._settings.mode.moves_bytes else "oracle",
             protection=self._settings.protection,
-            weights=self._weights,
         )
 
     def _request_drain(self) -> None:
