@@ -51,7 +51,8 @@ def post(
         answer = connection.getresponse()
         text = answer.read().decode()
         assert answer.status == 200, f"{path}: {answer.status} {text}"
-        return json.loads(text or "{}")
+        found: dict[str, object] = json.loads(text or "{}")
+        return found
     finally:
         connection.close()
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from dualpath.router.scheduler.registry import Registry
-from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
+from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, FaultKind
 from dualpath_lab.faults.simulation.engine import SimEngine
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
@@ -13,7 +13,7 @@ from dualpath_lab.faults.simulation.run import run_seed
 TRAINED = [seed for seed in range(130) if seed % 13 in (6, 11) and seed % 7 != 3]
 
 
-def of(*names: str) -> list:
+def of(*names: str) -> list[FaultKind]:
     return [kind for kind in FAULT_KINDS if kind.name in names]
 
 

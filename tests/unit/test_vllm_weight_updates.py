@@ -213,6 +213,20 @@ def test_another_name_alone_counts_as_other_weights(engine: Engine) -> None:
     assert engine.take() == []
 
 
+def test_wrapped_functions_take_the_arguments_that_clients_send(engine: Engine) -> None:
+    core = engine.core
+    for name, sent in {
+        "collective_rpc": ["reload_weights", None, [], {}],
+        "pause_scheduler": ["wait", True],
+        "resume_scheduler": [],
+        "set_weight_version": [STEP_1],
+        "sleep": [1, "abort"],
+    }.items():
+        method = getattr(core, name)
+        assert core._convert_msgspec_args(method, sent) is not None
+        assert method.__name__ == name
+
+
 def test_the_name_of_earlier_weights_is_refused(engine: Engine) -> None:
     core = engine.core
     for version in (STEP_1, STEP_2):

@@ -10,10 +10,13 @@ from tests.engine_harness import GEOMETRY
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role, is_earlier_data_plane
+from dualpath.core.control import Assign
+from dualpath.engine.buffer.engine_memory import EngineMemory
 from dualpath.engine.control.membership import Membership, ServedModel
 from dualpath.engine.control.surroundings import Surroundings
+from dualpath.engine.io.read_queue import ReadQueue
 from dualpath.engine.passes.hbm_layout import shared_layers
-from dualpath.engine.ranks.rank import Rank
+from dualpath.engine.ranks.rank import ALONE, Rank
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.threads import TimeLimit
 from dualpath.transport.contract import RegionInfo
@@ -35,7 +38,12 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
-def member(role: Role, weights: str = "", former_epoch: str | None = None) -> Membership:
+def member(
+    role: Role,
+    weights: str = "",
+    former_epoch: str | None = None,
+    memory: EngineMemory | None = None,
+) -> Membership:
     settings = EngineSettings(
         role=role,
         engine_id="e-0",
@@ -55,6 +63,7 @@ def member(role: Role, weights: str = "", former_epoch: str | None = None) -> Me
             open_transport=lambda agent, settings, device: InProcessTransport(agent, FABRIC)
         ),
         former_epoch=former_epoch,
+        place=ALONE._replace(memory=memory),
     )
 
 
@@ -80,7 +89,7 @@ def test_the_next_membership_is_a_new_engine_of_the_same_process() -> None:
     assert first.leave("its weights change")
     second = member(Role.PREFILL, STEP_1, first.epoch)
     assert is_earlier_data_plane(first.epoch, second.epoch)
-    assert second.manager._transport.agent != first.manager._transport.agent
+    assert second.manager.address("").agents != first.manager.address("").agents
     assert second.manager.report().load.cached_buffer_tokens == 0
     assert second._namespace.weights == STEP_1
     assert second.leave()
@@ -98,3 +107,34 @@ def test_an_engine_whose_transfers_do_not_end_may_not_open_the_next(
 
     monkeypatch.setattr(Rank, "close", hangs)
     assert engine.leave() is False
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_memory_may_be_kept_for_the_next_membership_without_its_blocks(role: Role) -> None:
+    first = member(role)
+    buffer = first.manager.buffer
+    buffer.view(0)[:] = bytes(range(1, 2)) * len(buffer.view(0))
+    assert first.leave()
+    kept = first.manager.unused_memory
+    assert kept is not None
+    second = member(role, STEP_1, first.epoch, kept)
+    assert second.manager.buffer.view(0)[0] == 1, "the same memory"
+    assert list(second.manager.buffer.cached_blocks()) == []
+    assert second.manager.buffer.free == second.manager.buffer.capacity
+    assert second.leave()
+
+
+def test_memory_that_another_process_may_write_to_is_not_kept() -> None:
+    engine = member(Role.DECODE)
+    engine.manager.handle(Assign("r", 3 * GEOMETRY.block_tokens, 3))
+    engine.manager.end_session("test")  # A prefill engine may be sending the KV of this request.
+    assert engine.manager.buffer.quarantined() == ("r",)
+    assert engine.leave()
+    assert engine.manager.unused_memory is None
+
+
+def test_memory_with_a_read_that_hangs_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = member(Role.PREFILL)
+    monkeypatch.setattr(ReadQueue, "close", lambda queue, limit: False)
+    assert engine.leave()
+    assert engine.manager.unused_memory is None

@@ -155,7 +155,9 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_engines_with_a_session_never_have_different_weights(events) -> None:
-    registry, planes, weights_of = Registry(), {}, {}
+    registry = Registry()
+    planes: dict[str, int] = {}
+    weights_of: dict[str, str | msgspec.UnsetType] = {}
     for name, event, weights in events:
         state = registry.get(name)
         if event == "join":

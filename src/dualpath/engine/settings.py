@@ -339,6 +339,13 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         ),
     ] = msgspec.field(default_factory=dict)
     rollouts: Rollouts = False
+    keep_buffer: Annotated[
+        bool,
+        Setting(
+            "keep the memory of the buffer while a trainer has this engine, unless another process "
+            "may still write to it; else it is returned to the machine"
+        ),
+    ] = False
     trace_out: Annotated[
         str, Setting("file for a Chrome trace, written at the end; empty: none", metavar="FILE")
     ] = ""

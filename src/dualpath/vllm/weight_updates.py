@@ -158,7 +158,7 @@ def watch_trainers(connector: "DualPathConnector") -> None:
     for kind in kinds:
         for name, wrapper in _WRAPPERS.items():
             if (original := vars(kind).get(name)) is not None:
-                setattr(kind, name, functools.partialmethod(wrapper, original, engine))
+                setattr(kind, name, _wrapped(original, wrapper, engine))
 
 
 def _is_core(kind: object, base: type) -> bool:
@@ -166,6 +166,18 @@ def _is_core(kind: object, base: type) -> bool:
 
 
 _EngineOf = Callable[["EngineCore"], TrainedEngine]
+
+
+def _wrapped(
+    original: Callable[..., Any], wrapper: Callable[..., Any], engine: _EngineOf
+) -> Callable[..., Any]:
+    """Return a method with the signature of the original, by which vLLM converts arguments."""
+
+    @functools.wraps(original)
+    def method(core: "EngineCore", *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - vLLM's
+        return wrapper(core, original, engine, *arguments, **named)
+
+    return method
 
 
 def _collective_rpc(

@@ -23,6 +23,7 @@ from dualpath.core.blocks import BlockGeometry, PartSlice, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.rates import Rates
 from dualpath.core.weights import WeightsVersion
+from dualpath.engine.buffer.engine_memory import EngineMemory
 from dualpath.engine.control.membership import Membership, ServedModel
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.passes.forward_pass import ForwardPass
@@ -103,6 +104,8 @@ class WorkerSide:
         self._weights: WeightsVersion | msgspec.UnsetType = msgspec.UNSET
         #: Epoch and rates of the membership before, None for the first one.
         self._former: tuple[str, Rates] | None = None
+        #: Its DRAM, if that is kept while the engine is outside the cluster.
+        self._memory: EngineMemory | None = None
         self._follower: Follower | None = None
         #: Set while the engine is in the cluster.
         self._back = threading.Event()
@@ -139,6 +142,8 @@ class WorkerSide:
         if membership is not None:
             self._former = membership.epoch, membership.rates
             settled = membership.leave(reason)
+            if self._settings.keep_buffer:
+                self._memory = membership.manager.unused_memory
         if follower is not None:
             settled = follower.close()
         del membership, follower
@@ -189,9 +194,10 @@ class WorkerSide:
         self._membership = Membership(
             *(self._settings, self._namespace(), served, hbm, device),
             holder=self._held,
-            place=self._place,
+            place=self._place._replace(memory=self._memory),
             former_epoch=None if self._former is None else self._former[0],
         )
+        self._memory = None
         events = self._config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
             self._membership.manager.block_events.enabled = True
@@ -263,6 +269,14 @@ class WorkerSide:
             self._follower.close()
 
     def _namespace(self) -> StoreNamespace:
+        return self._loaded_namespace.with_weights(self._weights)
+
+    @functools.cached_property
+    def _loaded_namespace(self) -> StoreNamespace:
+        """The namespace with the weights of the start.
+
+        It is read once: vLLM changes its configuration where it reloads other files.
+        """
         return StoreNamespace(
             model=model_fingerprint(self._config),
             dtype=str(self._config.model_config.dtype).removeprefix("torch."),
@@ -270,7 +284,6 @@ class WorkerSide:
             geometry=self.geometry,
             mode="kv" if self._settings.mode.moves_bytes else "oracle",
             protection=self._settings.protection,
-            weights=self._weights,
         )
 
     def _request_drain(self) -> None:

@@ -43,6 +43,7 @@ from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.block_events import BlockEvents, Medium
 from dualpath.engine.buffer.block_buffer import BlockBuffer, Grant
 from dualpath.engine.buffer.dram_tier import DramTier, Retention
+from dualpath.engine.buffer.engine_memory import EngineMemory
 from dualpath.engine.control.assigned_requests import (
     ActiveRequests,
     InDoubt,
@@ -162,6 +163,8 @@ class TrafficManager:
         #: Capacities of the DRAM buffer and of the engine's KV memory.
         self.buffer_tokens = self.buffer.capacity * geometry.block_tokens
         self.hbm_tokens = hbm.capacity_tokens
+        #: The memory of buffer and staging once nothing reads or writes it any more, else None.
+        self.unused_memory: EngineMemory | None = None
         #: Free KV memory of the engine's scheduler, which sets it for reports.
         self.free_hbm_tokens = hbm.capacity_tokens
 
@@ -406,9 +409,13 @@ class TrafficManager:
         Return whether the threads that move bytes have ended.
         """
         moved = self._rank.close(limit)
-        self.persister.close(limit)
+        written = self.persister.close(limit)
         self._lookups.close(limit)
-        self._reader.close(limit)
+        read = self._reader.close(limit)
+        # Other ranks map the memory of an engine of several, and would have to agree.
+        alone = self._rank.group.size == 1
+        if alone and moved and written and read and not self.buffer.quarantined():
+            self.unused_memory = self._rank.memory
         self._transport.close()
         self._device.close()
         self._storage.close()

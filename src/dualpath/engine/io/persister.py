@@ -225,20 +225,24 @@ class Persister:
         with self._wake:
             return self._wake.wait_for(lambda: not self._tasks and not self._busy, timeout_s)
 
-    def close(self, limit: TimeLimit) -> None:
-        """Finish queued writes within the limit, drop the others and stop; idempotent."""
+    def close(self, limit: TimeLimit) -> bool:
+        """Finish queued writes within the limit, drop the others and stop; idempotent.
+
+        Return whether all have been finished.
+        """
         self._share.close()
         with self._wake:
             self._closing = True
             self._wake.notify_all()
         if limit.join(self._threads):
-            return
+            return True
         with self._wake:
             blocks = sum(len(task.keys) for task in self._tasks)
             self._tasks.clear()
         if blocks:
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, blocks)
             log.warning("%d blocks are not persisted: the engine ended before their write", blocks)
+        return False
 
     def _run(self) -> None:
         while True:

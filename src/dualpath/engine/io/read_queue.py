@@ -200,12 +200,12 @@ class ReadQueue:
             self._counters.add(Counter.READ_DEADLINES, 1)
             self._finish(task, now_ns, "deadline")
 
-    def close(self, limit: TimeLimit) -> None:
-        """Stop when the blocks under way are read, within the limit; idempotent."""
+    def close(self, limit: TimeLimit) -> bool:
+        """Stop when the blocks under way are read, within the limit; return whether they are."""
         with self._wake:
             self._closing = True
             self._wake.notify_all()
-        limit.join(self._threads)
+        return limit.join(self._threads)
 
     def _close_task(self, task: ReadTask) -> None:
         task.over = True

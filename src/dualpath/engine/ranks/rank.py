@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dualpath.core.blocks import BlockGeometry, PartSlice
 from dualpath.core.cluster import AgentAddress, EngineAddress, HostProcess
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION, buffer_region
-from dualpath.engine.buffer.engine_memory import open_memory
+from dualpath.engine.buffer.engine_memory import EngineMemory, open_memory
 from dualpath.engine.control.peers import Peers, agent_address
 from dualpath.engine.counters import Counters
 from dualpath.engine.passes.device import Device
@@ -41,13 +41,14 @@ class RankPlace(NamedTuple):
 
     Ranks replicate KV if there are fewer KV heads than ranks, or if KV is latent.  ``this_process``
     identifies the process of the rank.  With an ``exchange`` each replica loads a part of the KV
-    (``shared_loads``).
+    (``shared_loads``).  ``memory`` is that of the process's former data plane, None for new one.
     """
 
     group: RankGroup = ONE_RANK
     replica: Replica = ONLY
     this_process: Callable[[], HostProcess] = this_process
     exchange: LoadExchange | None = None
+    memory: EngineMemory | None = None
 
 
 #: The place of an engine's only rank.
@@ -90,7 +91,7 @@ class Rank:
         self.trace = TraceRecorder(trace_out or None, settings.engine_id, threads)
         limit_s = MAX_DEADLINES * settings.transfer_deadline_s + _RANK_DELAY_S
         self.group = TimedGroup(place.group, self.health, limit_s)
-        self.memory = memory = open_memory(settings, geometry, self.group)
+        self.memory = memory = place.memory or open_memory(settings, geometry, self.group)
         self.work = RankWork(self.memory.board, threads)
         views = PartViews(geometry, hbm)
         self.peers = Peers(
