@@ -498,6 +498,20 @@ async def test_the_later_of_two_second_legs_of_one_name_is_refused() -> None:
         await every.nothing_is_left()
 
 
+async def test_requests_whose_names_are_equal_get_their_own_kv() -> None:
+    async with engines() as every:
+        prompts = [PROMPT, [*PROMPT, 99], [98, *PROMPT]]
+        # A proxy passes the X-Request-Id of its client on, who sends the same one every time.
+        answered = [await every.first("p0", prompt, "the-agent") for prompt in prompts]
+        assert len(every.made.service.scheduler.handovers) == len(prompts)
+        for prompt, params in zip(prompts, answered, strict=True):
+            assert params is not None
+            answer = await every.second("d0", prompt, 4, params, "the-agent")
+            assert answer == Answer(expected(prompt, 4), None)
+        assert every.made.calls.prefills == ["p0"] * len(prompts)
+        await every.nothing_is_left()
+
+
 async def test_a_first_leg_that_is_sent_again_replaces_the_former_one() -> None:
     async with engines() as every:
         assert await every.first("p0", PROMPT, "req-1") is not None
