@@ -14,9 +14,9 @@ A second leg that comes to another decode engine than the one with the KV does n
 its front end learns which engine has the KV, and passes the leg on to it.
 
 Nothing is left over: an offer that is not taken within ``second_leg_timeout_s`` is closed, as is
-one that has lost its DE, and one that is replaced.  A second leg that waits learns
-within ``first_leg_timeout_s`` that no first leg runs under its name.  An offer belongs to no front
-end: it outlives the session of the one that made it.
+one that has lost its DE, and one that is replaced.  A second leg that waits learns within
+``first_leg_timeout_s`` that no first leg runs under its name.  An offer belongs to no front end: it
+outlives the session of the one that made it.
 """
 
 import asyncio
