@@ -1,7 +1,7 @@
 """Proxies of others, as commands: where they are installed, and how their engines are named.
 
 They are no dependency of ours.  Tests find them in the folder that the environment variable
-``DUALPATH_OTHER_PROXIES`` names; docs/how-to/other-proxies.md has the commands that fill it.
+``OTHER_PROXIES`` names; docs/how-to/other-proxies.md has the commands that fill it.
 """
 
 import http.client
@@ -21,7 +21,7 @@ from tests.guard import GUARD_S
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import SpawnedProcess, Supervisor
 
-VARIABLE = "DUALPATH_OTHER_PROXIES"
+VARIABLE = "OTHER_PROXIES"
 
 #: Of a proxy's port, and the base URLs of prefill and decode engines, to its arguments.
 Arguments = Callable[[int, Sequence[str], Sequence[str]], Sequence[str]]
