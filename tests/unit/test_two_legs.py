@@ -581,6 +581,8 @@ async def test_faults_at_any_moment_cost_single_requests_and_leave_nothing_behin
             prefill, decode = f"p{chance.randrange(2)}", f"d{chance.randrange(2)}"
             header, kind = f"req-{number}", chance.choice(("in turn", "at once", "half", "other"))
             hint = {} if kind == "other" else {"remote_engine_id": decode}
+            if kind in ("in turn", "half") and number % 2:
+                header = "the-agent"  # A client's, that its proxy passes on.
             if kind == "at once":
                 first = asyncio.create_task(every.first(prefill, prompt, header))
                 await asyncio.sleep(chance.choice((0.0, 0.05)))
