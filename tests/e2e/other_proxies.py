@@ -1,15 +1,16 @@
 """Proxies of others, as commands: where they are installed, and how their engines are named.
 
 They are no dependency of ours.  Tests find them in the folder that the environment variable
-``DUALPATH_OTHER_PROXIES`` names; docs/how-to/other-proxies.md has the commands that fill it.
+``OTHER_PROXIES`` names; docs/how-to/other-proxies.md has the commands that fill it.
 """
 
 import http.client
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ from tests.guard import GUARD_S
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import SpawnedProcess, Supervisor
 
-VARIABLE = "DUALPATH_OTHER_PROXIES"
+VARIABLE = "OTHER_PROXIES"
 
 #: Of a proxy's port, and the base URLs of prefill and decode engines, to its arguments.
 Arguments = Callable[[int, Sequence[str], Sequence[str]], Sequence[str]]
@@ -32,7 +33,8 @@ class OtherProxy(NamedTuple):
 
     ``program`` is a path in the folder: a command, a Python file, or the Python that runs
     ``script``, a file beside this one.  ``token_ids`` is whether it takes such prompts.  A proxy
-    without a program is a ``script`` that runs here.
+    without a program is a ``script`` that runs here.  ``workers`` is whether engines are made known
+    to it by its HTTP API, as SMG's are.
     """
 
     name: str
@@ -40,6 +42,7 @@ class OtherProxy(NamedTuple):
     arguments: Arguments
     token_ids: bool = True
     script: str = ""
+    workers: bool = False
 
 
 def _ports(urls: Sequence[str]) -> list[str]:
@@ -113,6 +116,13 @@ def _sglang_router(port: int, prefill: Sequence[str], decode: Sequence[str]) -> 
     ]
 
 
+def _smg(port: int, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
+    return [
+        *("launch", "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"),
+        *("--pd-disaggregation", "--backend", "vllm", "--prometheus-port", str(claim_port())),
+    ]
+
+
 def _of_scripts(port: int, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
     return ["--port", str(port), "--prefill", *prefill, "--decode", *decode]
 
@@ -143,6 +153,9 @@ PROXIES = (
     OtherProxy("vllm-router-mooncake", "vllm-router/bin/vllm-router", _vllm_router("mooncake")),
     OtherProxy("production-stack", "production-stack/bin/vllm-router", _production_stack),
     OtherProxy("sglang-router", "sglang-router/bin/sglang-router", _sglang_router, token_ids=False),
+    OtherProxy("smg", "smg/bin/smg", _smg, token_ids=False, workers=True),
+    OtherProxy("ray-serve", "ray/bin/python", _of_scripts, script="ray_serve_proxy.py"),
+    OtherProxy("llm-d-sidecar", "", _of_scripts, script="llm_d_sidecar.py"),
 )
 
 
@@ -176,18 +189,28 @@ def running(
         )
         started.add(process)
         url = f"http://127.0.0.1:{port}"
-        until(lambda: _serves(url, process), f"{proxy.name} serves", GUARD_S)
+        known = {"prefill": prefill, "decode": decode} if proxy.workers else {}
+        for role, engine in ((role, engine) for role, urls in known.items() for engine in urls):
+            # As NIXL's connector: then its legs are those of the two-leg protocol.
+            worker = {
+                "url": engine, "worker_type": role, "runtime": "vllm", "connection_mode": "http",
+                "kv_connector": "NixlConnector", "kv_role": "kv_both",
+            }  # fmt: skip
+            until(partial(_posted, url, "/workers", worker, process), f"{engine} is a worker")
+        first = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+        served = partial(_posted, url, "/v1/completions", first, process)
+        until(served, f"{proxy.name} serves", GUARD_S)
         yield url
 
 
-def _serves(url: str, process: SpawnedProcess) -> bool:
+def _posted(url: str, path: str, body: Mapping[str, object], process: SpawnedProcess) -> bool:
+    """Return whether the proxy has answered with success."""
     assert process.alive, process.log_tail()
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=GUARD_S)
-    body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
     try:
         headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        return connection.getresponse().status == 200
+        connection.request("POST", path, json.dumps(body), headers)
+        return connection.getresponse().status in (200, 202)
     except OSError:
         return False
     finally:

@@ -517,6 +517,20 @@ async def test_the_later_of_two_second_legs_of_one_name_is_refused() -> None:
         await every.nothing_is_left()
 
 
+async def test_requests_whose_names_are_equal_get_their_own_kv() -> None:
+    async with engines() as every:
+        prompts = [PROMPT, [*PROMPT, 99], [98, *PROMPT]]
+        # A proxy passes the X-Request-Id of its client on, who sends the same one every time.
+        answered = [await every.first("p0", prompt, "the-agent") for prompt in prompts]
+        assert len(every.made.service.scheduler.handovers) == len(prompts)
+        for prompt, params in zip(prompts, answered, strict=True):
+            assert params is not None
+            answer = await every.second("d0", prompt, 4, params, "the-agent")
+            assert answer == Answer(expected(prompt, 4), None)
+        assert every.made.calls.prefills == ["p0"] * len(prompts)
+        await every.nothing_is_left()
+
+
 async def test_a_first_leg_that_is_sent_again_replaces_the_former_one() -> None:
     async with engines() as every:
         assert await every.first("p0", PROMPT, "req-1") is not None
@@ -586,6 +600,8 @@ async def test_faults_at_any_moment_cost_single_requests_and_leave_nothing_behin
             prefill, decode = f"p{chance.randrange(2)}", f"d{chance.randrange(2)}"
             header, kind = f"req-{number}", chance.choice(("in turn", "at once", "half", "other"))
             hint = {} if kind == "other" else {"remote_engine_id": decode}
+            if kind in ("in turn", "half") and number % 2:
+                header = "the-agent"  # A client's, that its proxy passes on.
             if kind == "at once":
                 first = asyncio.create_task(every.first(prefill, prompt, header))
                 await asyncio.sleep(chance.choice((0.0, 0.05)))

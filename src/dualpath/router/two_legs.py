@@ -17,6 +17,8 @@ prefill and persistence are as always.  Its end is not the attempt's: the attemp
     bootstrap_room      of the request's body, as SGLang's routers call it; likewise
     X-Request-Id        the header that proxies send with both legs; likewise
 
+Leg 1's answer carries the attempt's own name as ``remote_request_id``: no other request has it.
+
 Leg 1 names the DE of leg 2 if the proxy has chosen it by then: as ``remote_engine_id``, or by its
 address in the X-Request-Id, where vLLM's router writes it.  Other proxies choose the DE after leg
 1, and most of them do not read in leg 1's answer which DE has the KV.  ``take`` returns that DE
@@ -407,7 +409,7 @@ class TwoLegs:
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": decode.engine_id,
-            "remote_request_id": order.handover,
+            "remote_request_id": order.attempt_id,
             "remote_host": address.hostname,
             "remote_port": address.port,
             "remote_block_ids": [],

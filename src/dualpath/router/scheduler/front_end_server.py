@@ -103,6 +103,16 @@ class OfferedAttempt:
         listener.move(set(), lambda message: None)
 
     @property
+    def attempt_id(self) -> str:
+        """The attempt's own name."""
+        return self.attempt.attempt_id
+
+    @property
+    def prompt_digest(self) -> bytes:
+        """Identifies the prompt."""
+        return self.attempt.decode_transfer.prompt_digest
+
+    @property
     def broken(self) -> "asyncio.Future[None]":
         """Ends in ``EngineLostError`` when an engine is lost that the attempt needs."""
         return self.attempt.broken

@@ -4,18 +4,24 @@ With another proxy in front of the engines, each engine is the front end of its 
 (``router.two_legs``).  The first leg's front end *offers* its attempt under a name that both legs
 know; the second leg's front end, at the decode engine, *takes* it.  Either may come first.
 
+Names that proxies give may be used twice at a time: some proxies pass the request id of their
+client on, and clients use one for all that they send.  So an offer has two names, the one that both
+legs knew before, and that of its attempt, which leg 1's answer carries.  The former leads to the
+last offer with it.  A first leg that is sent again has the name and the prompt of the first one,
+and replaces it.
+
 A second leg that comes to another decode engine than the one with the KV does not end an offer:
 its front end learns which engine has the KV, and passes the leg on to it.
 
 Nothing is left over: an offer that is not taken within ``second_leg_timeout_s`` is closed, as is
-one that has lost its DE, or has a name that is offered again.  A second leg that waits learns
-within ``first_leg_timeout_s`` that no first leg runs under its name.  An offer belongs to no front
-end: it outlives the session of the one that made it.
+one that has lost its DE, and one that is replaced.  A second leg that waits learns within
+``first_leg_timeout_s`` that no first leg runs under its name.  An offer belongs to no front end: it
+outlives the session of the one that made it.
 """
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from dualpath.core.errors import BadRequestError, DeadlineError, EngineLostError
 from dualpath.router.settings import RouterSettings
@@ -33,6 +39,16 @@ class Offered(Protocol):
     """An attempt as its front end offers it; ``close`` releases it with its request."""
 
     @property
+    def attempt_id(self) -> str:
+        """The attempt's own name, which no other attempt has."""
+        ...
+
+    @property
+    def prompt_digest(self) -> bytes:
+        """Identifies the prompt."""
+        ...
+
+    @property
     def broken(self) -> "asyncio.Future[None]":
         """Ends in an error when an engine is lost that the attempt needs."""
         ...
@@ -47,12 +63,22 @@ class Offered(Protocol):
         ...
 
 
+class _Offer(NamedTuple):
+    """An offer, by whatever name it is found; ``timer`` ends it."""
+
+    name: str
+    offered: Offered
+    timer: asyncio.TimerHandle
+
+
 class Handovers:
     """The offers and the waiting second legs of one scheduler, by name."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
-        self._offers: dict[str, tuple[Offered, asyncio.TimerHandle]] = {}
+        #: By the attempt's name, and which of them is the last one with a name of a proxy.
+        self._offers: dict[str, _Offer] = {}
+        self._last: dict[str, str] = {}
         #: By name: the engine at which a second leg waits, and what it waits for.
         self._waiting: dict[str, tuple[str, asyncio.Future[Offered]]] = {}
         #: Names of attempts with a running first leg, and the name of each attempt's handover.
@@ -87,7 +113,9 @@ class Handovers:
         Raises ``EngineLostError`` if the attempt's engine is lost by now or there are too many
         offers; the attempt is then closed.
         """
-        self._withdraw(name, "another first leg has the same name")
+        former = self._offers.get(self._last.get(name, name))
+        if former is not None and former.offered.prompt_digest == offered.prompt_digest:
+            self._withdraw(former.offered.attempt_id, "its first leg was sent again")
         if name in self._waiting and not (waiter := self._waiting[name][1]).done():
             waiter.set_result(offered)
             return
@@ -101,11 +129,12 @@ class Handovers:
         timer = asyncio.get_running_loop().call_later(
             limit_s,
             self._withdraw,
-            name,
+            offered.attempt_id,
             f"its second leg did not come within {limit_s:g} s (second_leg_timeout_s)",
         )
-        self._offers[name] = offered, timer
-        offered.broken.add_done_callback(lambda broken: self._broken(name, offered, broken))
+        self._offers[offered.attempt_id] = _Offer(name, offered, timer)
+        self._last[name] = offered.attempt_id
+        offered.broken.add_done_callback(lambda broken: self._broken(offered, broken))
 
     async def take(self, name: str, engine_id: str) -> Offered:
         """Return the attempt of this name; it stays offered if its KV is at another decode engine.
@@ -114,12 +143,11 @@ class Handovers:
         ``DeadlineError`` without one, ``EngineLostError`` if the other decode engine is lost, and
         ``BadRequestError`` if another second leg waits for it.
         """
-        if name in self._offers:
-            offered, timer = self._offers[name]
-            if offered.decode_engine.engine_id == engine_id:
-                del self._offers[name]
-                timer.cancel()
-            return offered
+        found = self._offers.get(self._last.get(name, name))
+        if found is not None:
+            if found.offered.decode_engine.engine_id == engine_id:
+                self._remove(found)
+            return found.offered
         offered = await self._wait(name, engine_id)
         if offered.decode_engine.engine_id != engine_id:
             self.offer(name, offered)
@@ -159,13 +187,21 @@ class Handovers:
         for name in list(self._offers):
             self._withdraw(name, "the scheduler ends")
 
-    def _withdraw(self, name: str, reason: str) -> None:
-        if name in self._offers:
-            offered, timer = self._offers.pop(name)
-            timer.cancel()
-            logger.warning("request %s is given up between its legs: %s", name, reason)
-            offered.close(reason)
+    def _remove(self, offer: _Offer) -> None:
+        offer.timer.cancel()
+        attempt_id = offer.offered.attempt_id
+        del self._offers[attempt_id]
+        if self._last.get(offer.name) == attempt_id:
+            del self._last[offer.name]
 
-    def _broken(self, name: str, offered: Offered, broken: "asyncio.Future[None]") -> None:
-        if name in self._offers and self._offers[name][0] is offered and not broken.cancelled():
-            self._withdraw(name, str(broken.exception()))
+    def _withdraw(self, attempt_id: str, reason: str) -> None:
+        offer = self._offers.get(attempt_id)
+        if offer is not None:
+            self._remove(offer)
+            logger.warning("request %s is given up between its legs: %s", offer.name, reason)
+            offer.offered.close(reason)
+
+    def _broken(self, offered: Offered, broken: "asyncio.Future[None]") -> None:
+        offer = self._offers.get(offered.attempt_id)
+        if offer is not None and offer.offered is offered and not broken.cancelled():
+            self._withdraw(offered.attempt_id, str(broken.exception()))
