@@ -100,7 +100,7 @@ newcomer:
 
 # Real clients, each in an environment of its own under .cache/, against a small cluster.
 clients: $(STAMP)
-	@$(BIN)/python lab/dualpath_lab/benchmarks/clients/run.py --environments .cache/clients $(CLIENTS)
+	@$(BIN)/python lab/dualpath_lab/benchmarks/clients/run.py --environments .cache/clients $(if $(EMULATED),--emulated $(EMULATED)) $(CLIENTS)
 
 clean:
 	rm -rf $(VENV) build lab/build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis \

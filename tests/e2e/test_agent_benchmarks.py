@@ -55,7 +55,10 @@ def counters(endpoint: str) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("backend", "path", "added_tokens"),
     # A chat adds the tokens of `<|user|>` and `<|assistant|>` to a prompt.
-    [("vllm", "/v1/completions", 0), ("openai-chat", "/v1/chat/completions", 7)],
+    [
+        pytest.param("vllm", "/v1/completions", 0, marks=pytest.mark.long),
+        ("openai-chat", "/v1/chat/completions", 7),
+    ],
 )
 def test_vllm_bench_gets_the_sizes_that_it_asks_for(
     endpoint: str, tmp_path: Path, backend: str, path: str, added_tokens: int

@@ -122,9 +122,36 @@ def test_a_token_prompt_reaches_the_service_as_it_is(client, service):
     assert len(answer.choices[0].token_ids) == 4
 
 
-def test_cached_tokens_are_reported(client):
+def test_cached_tokens_are_reported(client, endpoint):
+    def cached(source):
+        name = "vllm:prompt_tokens_cached_by_source_total"
+        labels = f'{{engine="0",model_name="tiny",source="{source}"}}'
+        lines = endpoint.get("/metrics")[1].decode().splitlines()
+        (value,) = [line.split(" ")[1] for line in lines if line.startswith(f"{name}{labels}")]
+        return float(value)
+
+    before = cached("disk")
     answer = client.completions.create(model="tiny", prompt=[5] * 100, max_tokens=2)
     assert answer.usage.prompt_tokens_details.cached_tokens == BLOCK_TOKENS
+    assert cached("disk") == before + BLOCK_TOKENS
+    assert (cached("device"), cached("external_unspecified")) == (0, 0)
+
+
+def test_an_orchestrators_hints_arrive_and_all_else_in_transfer_parameters_is_dropped(
+    client, service
+):
+    hint = {"protocol_version": "0.1", "message_id": "m", "actions": []}
+    params = {"max_load_tokens": 64, "kv_hint": hint, "dualpath": {"decode_transfer": {}}}
+    client.completions.create(
+        model="tiny", prompt="x", max_tokens=2, extra_body={"kv_transfer_params": params}
+    )
+    (job,) = service.jobs
+    assert (job.kv_hints.max_load_tokens, job.kv_hints.kv_hint.message_id) == (64, "m")
+    sent = decode_sampling(job.payload.sampling, generated=0, max_tokens=2, max_logprobs=20)
+    assert "kv_transfer_params" not in (sent.get("extra_args") or {})
+    refused = {"kv_transfer_params": {"max_load_tokens": -1}}
+    with pytest.raises(BadRequestError, match="max_load_tokens"):
+        client.completions.create(model="tiny", prompt="x", max_tokens=2, extra_body=refused)
 
 
 def test_chat_goes_through_the_chat_template(client, service):

@@ -72,6 +72,36 @@ def test_ranks_of_emulated_engines_cannot_share_their_loads() -> None:
         emulate.emulated_settings(parsed(*given))
 
 
+def test_a_cluster_has_one_router_and_its_engines_with_the_same_settings() -> None:
+    arguments = ("cluster", "--model", "qwen2.5-32b", "--storage", "kv", "--port", "8000")
+    more = ("--nodes", "2P4D", "--mode", "basic", "--block-tokens", "16", "--dram-bytes", "1GiB")
+    settings, commands = emulate.cluster_settings(parsed(*arguments, *more, "--alpha-tokens", "9"))
+    assert (settings.prefill, settings.decode, settings.port) == (2, 4, 8000)
+    assert settings.mode is Mode.BASIC
+    router = emulate.router_settings(parsed(*commands.router(settings, 8000, 5711)[1:]))
+    assert (router.alpha_tokens, router.mode, router.control_port) == (9, Mode.BASIC, 5711)
+    where = {"host": "127.0.0.1", "router_host": "127.0.0.1", "named_as": None}
+    line = commands.engine(settings, Role.DECODE, 3, 8003, 5711, **where)
+    engine = emulate.emulated_settings(parsed(*line[1:]))
+    assert engine.engine.role is Role.DECODE
+    assert (engine.engine.engine_id, engine.port) == ("de-3", 8003)
+    assert (engine.engine.dram_bytes, engine.geometry.block_tokens) == (1 << 30, 16)
+
+
+@pytest.mark.parametrize(
+    "more", [("--front-ends", "2"), ("--ssl-certfile", "c", "--ssl-keyfile", "k"), ("--nodes", "2")]
+)
+def test_what_a_cluster_does_not_start_is_refused(more: tuple[str, ...]) -> None:
+    arguments = ("cluster", "--model", "qwen2.5-32b", "--storage", "kv")
+    with pytest.raises(ConfigError):
+        emulate.cluster_settings(parsed(*arguments, *more))
+
+
+def test_only_a_cluster_has_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["emulate", "router", "--nodes", "2P4D"]) == 2
+    assert "leave it out with router" in capsys.readouterr().err
+
+
 def test_a_router_listens_where_engines_connect() -> None:
     arguments = ("router", "--control-port", "5711", "--alpha-tokens", "9")
     settings = emulate.router_settings(parsed(*arguments))

@@ -17,7 +17,7 @@ from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath_lab.faults.fuzz.campaign import Campaign
-from dualpath_lab.faults.fuzz.http import HttpSubject
+from dualpath_lab.faults.fuzz.http import BODIES, HttpSubject
 from dualpath_lab.faults.fuzz.inputs import Inputs
 
 EXAMPLES = settings(max_examples=50, suppress_health_check=list(HealthCheck))
@@ -73,11 +73,15 @@ async def posted(made: Cluster, url: str, body: bytes) -> int:
         return response.status
 
 
-def test_the_light_router_answers_every_body(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+)
+def test_the_light_router_answers_every_body(path: str, tmp_path: Path) -> None:
     async def story(made: Cluster, body: bytes) -> None:
-        assert await posted(made, f"{made.endpoint}/v1/completions", body) < 500
+        assert await posted(made, f"{made.endpoint}{path}", body) < 500
 
-    every_body(tmp_path, bodies(COMPLETION), story)
+    valid = {**BODIES[path], **(COMPLETION if path == "/v1/completions" else {})}
+    every_body(tmp_path, bodies(valid), story)
 
 
 @pytest.mark.parametrize("role", list(Role))

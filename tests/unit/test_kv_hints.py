@@ -106,7 +106,8 @@ def test_a_malformed_limit_or_envelope_is_the_senders_mistake(params: dict[str, 
 
 
 def test_a_request_without_hints_has_none() -> None:
-    for params in (None, {}, {"dualpath": {}}, {"max_load_tokens": None}, "text"):
+    without: tuple[object, ...] = (None, {}, {"dualpath": {}}, {"max_load_tokens": None}, "text")
+    for params in without:
         assert kv_request_hints(params) is NO_KV_HINTS
 
 

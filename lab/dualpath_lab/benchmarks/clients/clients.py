@@ -130,7 +130,8 @@ class Client(NamedTuple):
     """A client: its command in a work folder, and the check of its results there.
 
     ``check`` raises ``AssertionError`` for a failed request.  ``paths`` are environment variables
-    with paths inside the installed packages.
+    with paths inside the installed packages.  ``variant`` distinguishes clients of one package.
+    ``emulated``: it needs no answer that makes sense, so it runs against emulated engines too.
     """
 
     package: Package
@@ -138,6 +139,13 @@ class Client(NamedTuple):
     check: Callable[[Path], str]
     variables: Mapping[str, str] = {}
     paths: Mapping[str, str] = {}
+    variant: str = ""
+    emulated: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name by which it is chosen."""
+        return f"{self.package.name}-{self.variant}" if self.variant else self.package.name
 
 
 def _script(name: str) -> Callable[[Target, Path], list[str]]:
@@ -165,6 +173,76 @@ def _aiperf_results(work: Path) -> str:
     requests = int(results["request_count"]["avg"])
     assert requests == 12, f"{requests} requests instead of 4 conversations of 3 turns"
     return f"{requests} requests in 4 conversations"
+
+
+def _aiperf_agents(target: Target, work: Path) -> list[str]:
+    traces = work / "traces"
+    traces.mkdir()
+    for number in range(8):
+        (traces / f"{number}.json").write_text(json.dumps(_weka_trace(number, turns=6)))
+    return [
+        "aiperf", "profile", "--scenario", "inferencex-agentx-mvp", "--unsafe-override",
+        "--model", target.model, "--url", target.url, "--endpoint-type", "chat", "--streaming",
+        "--tokenizer", str(target.model_folder), "--use-server-token-count",
+        "--custom-dataset-type", "weka_trace", "--input-file", str(traces), "--concurrency", "4",
+        "--benchmark-duration", "30", "--extra-inputs", "ignore_eos:true", "--random-seed", "1",
+        "--ui", "none", "--artifact-dir", str(work / "results"),
+    ]  # fmt: skip
+
+
+def _aiperf_agents_results(work: Path) -> str:
+    (file,) = (work / "results").rglob("profile_export_aiperf.json")
+    results = json.loads(file.read_text())
+    assert not results.get("error_summary"), results["error_summary"]
+    requests = int(results["request_count"]["avg"])
+    assert requests > 0, "no request"
+    return f"{requests} requests of agents in 30 s"
+
+
+def _guidellm(target: Target, work: Path) -> list[str]:
+    return [
+        "guidellm", "run", "--backend", f"kind=openai_http,target={target.url}",
+        "--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=12",
+        "--tokenizer", f"kind=hf_auto,model={target.model_folder}",
+        "--data", "kind=synthetic_text,prompt_tokens=300,output_tokens=16,turns=3",
+        "--disable-console-interactive", "--output", f"kind=json,path={work / 'results.json'}",
+    ]  # fmt: skip
+
+
+def _guidellm_results(work: Path) -> str:
+    (benchmark,) = json.loads((work / "results.json").read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (12, 0), totals
+    return "12 requests in conversations of 3 turns"
+
+
+def _agentic_bench(target: Target, work: Path) -> list[str]:
+    return [
+        "abench", "run", "--base-url", target.url, "--model", target.model, "--tokenizer",
+        str(target.model_folder), "--dataset-name", "random", "--turns", "4", "--input-increment",
+        "300", "--output-len", "16", "--system-prompt-len", "512", "--max-concurrency", "4",
+        "--gap-policy", "zero", "--disable-tqdm", "--output-file", str(work / "results.jsonl"),
+    ]  # fmt: skip
+
+
+def _agentic_bench_results(work: Path) -> str:
+    output = (work / "output.log").read_text()
+    assert re.search(r"turn completion rate +100\.0 %", output), output[-2000:]
+    (turns,) = re.findall(r"turns total +(\d+)", output)
+    return f"{turns} turns of 8 agents"
+
+
+def _cache_pressure(target: Target, work: Path) -> list[str]:
+    return [
+        "cache-pressure", "--base-url", f"{target.url}/v1", "--model", target.model,
+        "--kv-size", "20000", "--context-tokens", "4000", "--output", str(work / "results.json"),
+    ]  # fmt: skip
+
+
+def _cache_pressure_results(work: Path) -> str:
+    output = (work / "output.log").read_text()
+    (retained,) = re.findall(r"retained contexts: +(\d+/\d+)", output)
+    return f"{retained} contexts hit again, judged by time"
 
 
 def _inference_perf(target: Target, work: Path) -> list[str]:
@@ -285,11 +363,26 @@ CLIENTS = (
     Client(Package("anthropic", "2.12.0"), _script("anthropic_chat.py"), _last_line),
     Client(Package("openai-agents", "0.24.0"), _script("agents_sdk.py"), _last_line),
     Client(Package("litellm", "1.106.2"), _script("litellm_chat.py"), _last_line, _OFFLINE),
-    Client(Package("aiperf", "0.13.0"), _aiperf, _aiperf_results),
+    Client(Package("aiperf", "0.13.0"), _aiperf, _aiperf_results, emulated=True),
+    Client(
+        Package("aiperf", "0.13.0"),
+        _aiperf_agents,
+        _aiperf_agents_results,
+        variant="agents",
+        emulated=True,
+    ),
+    Client(Package("guidellm", "0.8.1"), _guidellm, _guidellm_results, emulated=True),
+    Client(
+        Package("agentic-bench", "0.2.0"), _agentic_bench, _agentic_bench_results, emulated=True
+    ),
+    Client(
+        Package("cache-pressure", "0.6.3"), _cache_pressure, _cache_pressure_results, emulated=True
+    ),
     Client(
         Package("inference-perf", "0.7.0", asks_for_newer=True),
         _inference_perf,
         _inference_perf_results,
+        emulated=True,
     ),
     Client(
         Package("mini-swe-agent", "2.4.6", additional=("litellm==1.106.2", "mcp")),
@@ -303,5 +396,6 @@ CLIENTS = (
         _agentperf,
         _agentperf_results,
         paths={"TIKTOKEN_CACHE_DIR": "litellm/litellm_core_utils/tokenizers"},
+        emulated=True,
     ),
 )

@@ -1,7 +1,8 @@
 """Run real clients, unchanged, against a small cluster: `make clients`.
 
-Installs every client in its own environment, starts 1P1D with a tiny random model, runs the clients
-one after the other and prints for each the requests that the router counted.  The exit code is 1 if
+Installs every client in its own environment, starts 1P1D with a tiny random model (or, with
+`--emulated NODES`, emulated engines), runs the clients one after the other and prints for each the
+requests that the router counted.  The exit code is 1 if
 one failed; clients that cannot run on this machine are listed with the reason.  This is an
 acceptance test and no experiment of the harness: it has no numbers to compare a rerun with.
 """
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from clients import CLIENTS, Client, NotRunnable, Target, environment
@@ -55,6 +56,26 @@ def cluster(folder: Path) -> Iterator[Target]:
         serve.end(60)
 
 
+@contextmanager
+def emulated_cluster(folder: Path, nodes: str) -> Iterator[Target]:
+    """Serve numbers as text during the ``with`` block; clients count with SmolLM2's tokenizer."""
+    dualpath = [sys.executable, "-m", "dualpath.cli.main"]
+    made = subprocess.run([*dualpath, "model", "smollm2"], check=True, capture_output=True)
+    command = [
+        *dualpath, "emulate", "cluster", "--nodes", nodes, "--model", "qwen2.5-32b",
+        "--storage", str(folder / "storage"), "--transport", "memory", "--layers", "4",
+        "--kv-bytes-per-token", "64", "--hbm-bytes", "256MiB", "--buffer-bytes", "64MiB",
+    ]  # fmt: skip
+    print(shlex.join(["dualpath", *command[3:]]), flush=True)
+    serve = SpawnedProcess("emulate", command, folder / "serve.log")
+    try:
+        url = re.findall(r"http://[\d.]+:\d+", serve.wait_for_line("endpoint", _START_S))[0]
+        yield Target(url, MODEL, Path(made.stdout.decode().split()[-1]), folder)
+    finally:
+        serve.send_signal(signal.SIGINT)
+        serve.end(60)
+
+
 def counters(url: str) -> dict[str, float]:
     """Return the totals of the router's status."""
     with urllib.request.urlopen(f"{url}/dualpath/v1/status", timeout=30) as response:
@@ -69,10 +90,10 @@ def run(client: Client, target: Target, environments: Path) -> str:
     contain failed requests, ``AssertionError``.
     """
     programs = environment(client.package, environments)
-    work = target.folder / client.package.name
+    work = target.folder / client.name
     work.mkdir()
     command = client.command(target, work)
-    print(f"\n{client.package.name} {client.package.version}\n$ {shlex.join(command)}", flush=True)
+    print(f"\n{client.name} {client.package.version}\n$ {shlex.join(command)}", flush=True)
     before = counters(target.url)
     variables = {**os.environ, **client.variables, **_found(client, programs.parent)}
     with (work / "output.log").open("w") as output:
@@ -96,8 +117,11 @@ def _found(client: Client, place: Path) -> dict[str, str]:
 def main(arguments: Sequence[str]) -> int:
     """Run the named clients, or all; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [client.package.name for client in CLIENTS]
+    names = [client.name for client in CLIENTS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(names)}")
+    parser.add_argument(
+        "--emulated", metavar="NODES", help="against so many emulated engines, such as 2P4D"
+    )
     parser.add_argument(
         "--environments", type=Path, required=True, help="folder of the clients' environments"
     )
@@ -109,10 +133,13 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     outcomes: dict[str, str] = {}
     failed = False
-    with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as target:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        place, nodes = Path(folder), chosen.emulated
+        started = emulated_cluster(place, nodes) if nodes else cluster(place)
+        target = stack.enter_context(started)
         for client in CLIENTS:
-            name = client.package.name
-            if chosen.names and name not in chosen.names:
+            name = client.name
+            if (chosen.names and name not in chosen.names) or (nodes and not client.emulated):
                 continue
             try:
                 outcomes[name] = f"ok: {run(client, target, chosen.environments.absolute())}"

@@ -25,12 +25,16 @@ _PROMPT = list(range(1, 20))
 _CHAT = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 _SAMPLING = {"max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["a"], "n": 1}
 _GENERATE = {"request_id": "x", "token_ids": _PROMPT, "sampling_params": {"max_tokens": 1}}
+_FETCH = {"block_hashes": [1, 2], "mode": "copy"}
+_ACTION = {"action_id": "a", "action_type": "kv.fetch", "action_version": "1.0", "payload": _FETCH}
+_HINTS = {"protocol_version": "0.1", "message_id": "m", "actions": [_ACTION]}
 #: Valid bodies by path; requests to paths that the endpoint does not have must be answered, too.
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         **{"prompt": _PROMPT, "stream": False, "cache_salt": "s", "logprobs": 1, "echo": False},
         **_SAMPLING,
-        **{"structured_outputs": {"regex": "a"}, "kv_transfer_params": {"dualpath": {}}},
+        **{"structured_outputs": {"regex": "a"}},
+        "kv_transfer_params": {"dualpath": {}, "max_load_tokens": 64, "kv_hint": _HINTS},
     },
     "/v1/chat/completions": {
         **{"messages": _CHAT, "stream": True, "tools": [], "tool_choice": "none"},
