@@ -7,6 +7,7 @@ from dualpath.policy.batching import (
     AttentionGeometry,
     ComputeQuota,
     LayerTimeEstimate,
+    LoadBound,
     admit,
     fit,
 )
@@ -102,7 +103,7 @@ def test_geometry_from_heads_counts_both_products() -> None:
 
 def test_where_loads_are_bounded_a_request_enters_while_all_take_a_tenth_of_a_second() -> None:
     """A millisecond per cached token; a pair takes a microsecond."""
-    quota = ComputeQuota(PAIRS, ESTIMATE, quota_s=10.0, load_token_s=1e-3)
+    quota = ComputeQuota(PAIRS, ESTIMATE, quota_s=10.0, loads=LoadBound(load_token_s=1e-3))
     assert quota.admit(cached=500, remaining=1) == 1, "the first enters whatever it loads"
     assert quota.admit(cached=1, remaining=1) == 0
     quota.reset()
@@ -114,6 +115,15 @@ def test_where_loads_are_bounded_a_request_enters_while_all_take_a_tenth_of_a_se
     assert quota.admit(cached=0, remaining=1000) == 1000
     assert quota.admit(cached=500, remaining=1) == 1, "its attention takes 0.51 s"
     assert quota.admit(cached=100, remaining=1) == 0
+
+
+def test_loads_may_take_as_long_as_the_whole_computation_not_attention_alone() -> None:
+    """A batch computes for 0.2 s, and each token of it for 10 ms more."""
+    bound = LoadBound(load_token_s=1e-3, batch_s=0.2, token_s=0.01)
+    quota = ComputeQuota(PAIRS, ESTIMATE, quota_s=10.0, loads=bound)
+    assert quota.admit(cached=50, remaining=10) == 10
+    assert quota.admit(cached=250, remaining=1) == 1, "0.3 s, as 0.2 s and 10 tokens take"
+    assert quota.admit(cached=30, remaining=1) == 0
 
 
 def test_fit_recovers_overhead_and_speed() -> None:

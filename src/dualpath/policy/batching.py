@@ -8,14 +8,15 @@ nothing starves, and the quota is exceeded by at most that chunk.
 
 *What a pass loads* (beyond the paper) is bounded as well where DEs receive KV in HBM.  Slots of a
 DE's buffer admit one request after the other; without them, agents of equal pauses all enter the
-same pass, and its loads take longer than its computation.  So a request enters only if all loads of
-the batch take at most ``LOAD_S``, or as long as its attention; the first enters in any case.
+same pass, and all of them wait for its loads.  So a request enters only if all loads of the batch
+take at most ``LOAD_S``, or as long as its computation; the first enters in any case.
 
 ``next_chunk`` and what it calls take and return plain numbers, so that the simulator's compiled
 core calls them as they stand; the classes around them are for everybody else.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -134,6 +135,21 @@ def admit(
     )[0]
 
 
+class LoadBound(NamedTuple):
+    """How long a batch's loads take, and its computation besides attention, in seconds.
+
+    ``load_token_s`` per cached token, 0 for loads without a bound; ``batch_s`` per batch and
+    ``token_s`` per computed token.
+    """
+
+    load_token_s: float = 0.0
+    batch_s: float = 0.0
+    token_s: float = 0.0
+
+
+NO_LOAD_BOUND = LoadBound()
+
+
 class ComputeQuota:
     """The quota of one forward batch after another; asked once per request in FIFO order."""
 
@@ -143,12 +159,9 @@ class ComputeQuota:
         estimate: LayerTimeEstimate,
         quota_s: float,
         align_tokens: int = 64,
-        load_token_s: float = 0.0,
+        loads: LoadBound = NO_LOAD_BOUND,
     ) -> None:
-        """Let the load of a cached token take ``load_token_s``; 0: loads are not bounded.
-
-        Raises ``ConfigError`` for a quota that is not positive or an alignment below 1.
-        """
+        """Raises ``ConfigError`` for a quota that is not positive or an alignment below 1."""
         if quota_s <= 0 or align_tokens < 1:
             raise ConfigError(
                 f"compute quota of {quota_s} s with chunks of {align_tokens} tokens: the quota "
@@ -158,12 +171,13 @@ class ComputeQuota:
         self._estimate = estimate
         self._affordable_flops = _affordable_flops(quota_s, estimate)
         self._align_tokens = align_tokens
-        self._load_token_s = load_token_s
+        self._loads = loads
         self.reset()
 
     def reset(self) -> None:
         """Begin an empty batch."""
-        self._spent_flops = self._load_s = 0.0
+        self._spent_flops = 0.0
+        self._cached_tokens = self._computed_tokens = 0
         self._empty = True
         self._closed = False
 
@@ -184,12 +198,11 @@ class ComputeQuota:
         answer for other reasons.  After the first request that did not enter whole, or not at all
         because of its load, all get 0.
         """
-        load_s = self._load_s + cached * self._load_token_s
-        if not self._empty and load_s > max(LOAD_S, self.predicted_s):
+        if not self._empty and self._loads_too_long(cached):
             self._closed = True
         if self._closed:
             return 0
-        self._load_s = load_s
+        self._cached_tokens += cached
         bsz, self._spent_flops = next_chunk(
             *self._geometry.coefficients,
             self._affordable_flops,
@@ -200,9 +213,17 @@ class ComputeQuota:
             self._empty,
             UNBOUNDED_TOKENS if limit is None else limit,
         )
+        self._computed_tokens += bsz
         self._closed = bsz < remaining
         self._empty = self._empty and bsz == 0
         return bsz
+
+    def _loads_too_long(self, cached: int) -> bool:
+        """Whether the batch would load longer than it computes with so many more cached tokens."""
+        loads = self._loads
+        load_s = (self._cached_tokens + cached) * loads.load_token_s
+        compute_s = loads.batch_s + self.predicted_s + self._computed_tokens * loads.token_s
+        return load_s > max(LOAD_S, compute_s)
 
 
 def _affordable_flops(quota_s: float, estimate: LayerTimeEstimate) -> float:

@@ -9,6 +9,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.modes import Handover, Mode
 from dualpath.plan import movements
+from dualpath.policy.batching import NO_LOAD_BOUND, LoadBound
 from dualpath.policy.events import EngineSpec, SchedulerSettings
 from dualpath.workload.columns.agent_table import AgentTable
 from dualpath_sim.simulator import rules
@@ -123,13 +124,17 @@ def receives_in_hbm(setup: Setup) -> bool:
     return by_mode and scheduler_settings(setup, limits(setup)).handover is not Handover.BUFFER
 
 
-def load_token_s(setup: Setup) -> float:
-    """Return how long a PE's compute NIC loads a token, 0 if the loads of a pass have no bound."""
+def load_bound(setup: Setup) -> LoadBound:
+    """Return the bound of what a pass of a PE loads over its compute NIC."""
     cluster, model = setup.cluster, setup.model
     if not receives_in_hbm(setup):
-        return 0.0
+        return NO_LOAD_BOUND
     loaded_bytes = model.kv_bytes_per_token * setup.replicas.prefill_loads
-    return loaded_bytes / (cluster.cnic_bytes_per_s * cluster.prefill_tp)
+    return LoadBound(
+        load_token_s=loaded_bytes / (cluster.cnic_bytes_per_s * cluster.prefill_tp),
+        batch_s=model.prefill.batch_s,
+        token_s=model.prefill.feed_forward_token_s,
+    )
 
 
 def copies(setup: Setup) -> tuple[float, ...]:

@@ -6,8 +6,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dualpath.core.cluster import Role
-from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeEstimate
-from dualpath_sim.simulator.derived import ClusterLayout, Limits, load_token_s
+from dualpath.policy.batching import (
+    NO_LOAD_BOUND,
+    AttentionGeometry,
+    ComputeQuota,
+    LayerTimeEstimate,
+    LoadBound,
+)
+from dualpath_sim.simulator.derived import ClusterLayout, Limits, load_bound
 from dualpath_sim.simulator.reference.machine import EventQueue
 from dualpath_sim.simulator.rules import (
     chunk_limit_tokens,
@@ -62,7 +68,7 @@ class PrefillUnit:
         costs: PrefillCosts,
         limits: Limits,
         block_tokens: int,
-        load_token_s: float = 0.0,
+        loads: LoadBound = NO_LOAD_BOUND,
     ) -> None:
         self.first = first
         self.queues: list[deque[PrefillWork]] = [deque() for _ in range(count)]
@@ -81,7 +87,7 @@ class PrefillUnit:
             LayerTimeEstimate(overhead_s=costs.attention_batch_s, flops_per_s=1.0),
             limits.compute_quota_s,
             block_tokens,
-            load_token_s,
+            loads,
         )
 
     def add(self, engine: int, work: PrefillWork) -> None:
@@ -292,7 +298,7 @@ class Units:
                 setup.model.prefill,
                 self._limits,
                 block_tokens,
-                load_token_s(setup),
+                load_bound(setup),
             )
             self.prefill.append(unit)
         else:
