@@ -95,6 +95,7 @@ _PAUSES = frozenset(
         "/resume",
     }
 )
+_FOR_TRAINERS = _TRAINS | _PAUSES
 #: vLLM's other routes that change weights or memory of a running engine.
 _CHANGES_ENGINE = frozenset(
     {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/scale_elastic_ep"}
@@ -145,7 +146,8 @@ class EngineGuard:
             refused = keys.foreign_call(scope)
         may_compute = method not in _READING
         if refused is None and may_compute:
-            trains = role is not None and _trains(scope["app"].state.args)
+            for_trainers = role is not None and path in _FOR_TRAINERS
+            trains = for_trainers and _trains(scope["app"].state.args)
             refused = _refused_path(role, path, takes_legs=self._legs is not None, trains=trains)
         if refused is not None:
             await _refuse(scope, send, *refused)
@@ -284,7 +286,7 @@ def _no_key(path: str) -> tuple[int, str]:
 def _refused_path(
     role: Role | None, path: str, *, takes_legs: bool, trains: bool
 ) -> tuple[int, str] | None:
-    if trains and path in _TRAINS | _PAUSES:
+    if trains:
         return None
     if role is not None and path in _TRAINS:
         return FORBIDDEN, (
