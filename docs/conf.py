@@ -149,7 +149,7 @@ KEYWORDS = {
     "docs/how-to/dram": ("cache", "eviction", "offloading"),
     "docs/how-to/sessions": ("prefetch", "retain"),
     "docs/how-to/storage": ("S3", "3FS", "NFS", "GPUDirect Storage", "quota", "disk full"),
-    "docs/how-to/scale-out": ("load balancer", "replicas"),
+    "docs/how-to/scale-out": ("load balancer", "replicas", "shards"),
     "docs/how-to/request-kinds": ("LoRA", "fp8", "EAGLE", "MTP", "images"),
     "docs/how-to/rollouts": ("reinforcement learning", "RL", "RLHF", "sleep", "update_weights"),
     "docs/how-to/groups": ("data parallel", "expert parallel", "MoE"),

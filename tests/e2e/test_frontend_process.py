@@ -30,12 +30,13 @@ def command(model: str, scheduler: str, *more: str) -> list[str]:
     return ["frontend", model, *own, "--scheduler", scheduler, *more]
 
 
+@pytest.mark.parametrize("others", ["", ",tcp://127.0.0.1:1"], ids=["one unit", "another is down"])
 async def test_it_answers_as_the_router_does_and_leaves_the_cluster_to_it(
-    model: str, tmp_path: Path
+    model: str, others: str, tmp_path: Path
 ) -> None:
     router = RouterSettings(mode=Mode.DUALPATH, front_ends_port=0)
     async with cluster(tmp_path / "kv", Mode.DUALPATH, router=router, vocab_size=256) as made:
-        words = command(model, made.service.scheduler.front_ends.address)
+        words = command(model, made.service.scheduler.front_ends.address + others)
         log = tmp_path / "frontend.log"
         process = ForkedProcess("frontend", "dualpath.cli.main:main", words, log)
         try:

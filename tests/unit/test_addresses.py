@@ -5,6 +5,7 @@ import socket
 import pytest
 import zmq
 
+from dualpath.cli.main import main
 from dualpath.core.addresses import (
     HostPort,
     checked_http_url,
@@ -95,8 +96,27 @@ def test_the_address_of_a_scheduler_is_given_once(several: str):
 
 @pytest.mark.parametrize("several", ["tcp://a:1,", ",tcp://a:1", "tcp://a:1,,tcp://b:1"])
 def test_an_empty_address_among_schedulers_is_an_error(several: str):
-    with pytest.raises(ConfigError, match="scheduler is ''"):
+    with pytest.raises(ConfigError, match="in which an address is empty"):
         LinkSettings(scheduler=several)
+
+
+@pytest.mark.parametrize(
+    ("several", "message"),
+    [
+        ("tcp://127.0.0.1:1,tcp://a", "--scheduler is 'tcp://a': not of the form HOST:PORT"),
+        ("tcp://127.0.0.1:1,tcp://127.0.0.1:1", "has 127.0.0.1:1 twice"),
+        ("tcp://127.0.0.1:1,tcp://192.0.2.1:1", "'192.0.2.1' is reachable from other machines"),
+    ],
+)
+def test_a_front_end_with_a_wrong_address_of_a_scheduler_does_not_start(
+    several: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.delenv("DUALPATH_CLUSTER_SECRET", raising=False)
+    assert main(["emulate", "frontend", "--port", "0", "--scheduler", several]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

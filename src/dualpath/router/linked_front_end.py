@@ -10,11 +10,11 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from dualpath.core.modes import Mode
-from dualpath.node.cluster_secret import load_secret
+from dualpath.node.cluster_secret import check_control_url, load_secret
 from dualpath.policy.units import UnitPolicy
 from dualpath.router.engine_calls import EngineCalls
 from dualpath.router.engines import EngineInfo
@@ -61,7 +61,7 @@ class LinkedFrontEnd(FrontEnd):
         )
         epoch, adapters = epoch or uuid.uuid4().hex, ServedAdapters(adapter_paths or {})
         addresses = link.schedulers
-        connections = connections or [_over_zmq(settings, one) for one in addresses.values()]
+        connections = connections or _over_zmq(settings, addresses.values())
         #: Those to its schedulers, by unit.
         self.links = {
             unit: RemoteScheduling(connection, self.name, epoch, clock, address, adapters)
@@ -134,8 +134,11 @@ def _engine(engine: EngineInfo) -> dict[str, Any]:
     }
 
 
-def _over_zmq(settings: RouterSettings, scheduler: str) -> ZmqLinkConnection:
-    return ZmqLinkConnection(scheduler, load_secret(settings.cluster_secret_file))
+def _over_zmq(settings: RouterSettings, schedulers: Collection[str]) -> Sequence[LinkConnection]:
+    secret = load_secret(settings.cluster_secret_file)
+    for scheduler in schedulers:  # Before any connection is opened.
+        check_control_url(scheduler, secret)
+    return [ZmqLinkConnection(scheduler, secret) for scheduler in schedulers]
 
 
 def _kept_nowhere(record: RequestRecord) -> None:

@@ -478,6 +478,11 @@ class LinkSettings(Settings, frozen=True):
         super().check()
         seen: set[str] = set()
         for address in self.scheduler.split(","):
+            if "," in self.scheduler and not address.strip():
+                raise ConfigError(
+                    f"{{scheduler}} is {self.scheduler!r}, in which an address is empty; write one "
+                    "comma between two addresses"
+                )
             unit = str(checked_tcp_address(address.strip(), "scheduler"))
             if unit in seen:
                 raise ConfigError(
