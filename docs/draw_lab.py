@@ -290,20 +290,19 @@ def parts_of_engines() -> Table:
 
 def part_campaigns() -> Table:
     """Campaigns of faults of one part of an engine: how requests ended, what was left behind."""
+    runs = part_runs()
+    counts = [_ended(one["result"]) for one in runs]
+    names = [(one["name"], _KINDS_OF_ENGINES[one["engines"]]) for one in runs]
+    names.append(("all", ""))
+    counts.append([sum(column) for column in zip(*counts, strict=True)])
     rows = []
-    for one in part_runs():
-        result = one["result"]
-        ended = Counter(result["outcomes"])
+    for name, (faults, *ended, late, wrong, unclear, lost, left, wrong_kv, stale, loaded) in zip(
+        names, counts, strict=True
+    ):
+        bad = f"{late} / {wrong} / {unclear}"
+        after = (lost, left, wrong_kv, stale, loaded)
         rows.append(
-            (
-                *(one["name"], _KINDS_OF_ENGINES[one["engines"]], f"{result['faults']:,}"),
-                *(f"{ended[how]:,}" for how in ("well", "clear error", "cut", "left")),
-                " / ".join(str(ended[how]) for how in ("late", "wrong", "unclear")),
-                str(len(result["lost_to_single_fault"])),
-                str(len(result["leaks"]) + sum(result["problems"].values())),
-                *(str(result["wrong_kv"]), str(result.get("stale_kv", 0))),
-                f"{result['loaded_blocks']:,}",
-            )
+            (*name, f"{faults:,}", *(f"{n:,}" for n in ended), bad, *map("{:,}".format, after))
         )
     heads = (
         *("campaign", "engines", "faults", "correct", "clear error", "cut", "client left"),
@@ -311,6 +310,18 @@ def part_campaigns() -> Table:
         *("in failed attempts", "blocks loaded"),
     )
     return Table("", heads, tuple(rows), "ll" + "r" * 11)
+
+
+def _ended(result: dict[str, Any]) -> list[int]:
+    """Return the numbers of one campaign, in the order of the columns."""
+    outcomes = ("well", "clear error", "cut", "left", "late", "wrong", "unclear")
+    return [
+        result["faults"],
+        *(result["outcomes"].get(outcome, 0) for outcome in outcomes),
+        len(result["lost_to_single_fault"]),
+        len(result["leaks"]) + sum(result["problems"].values()),
+        *(result["wrong_kv"], result.get("stale_kv", 0), result["loaded_blocks"]),
+    ]
 
 
 def part_commands() -> Table:

@@ -348,13 +348,21 @@ def test_sockets_of_a_port_are_found_in_another_process() -> None:
 
 def test_processes_of_a_vllm_engine_are_named_by_their_titles() -> None:
     with subprocess.Popen(
-        ["VLLM::EngineCore"], executable="/bin/cat", stdin=subprocess.PIPE
+        ["VLLM::EngineCore"],
+        executable="/bin/cat",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
     ) as core:
+        assert core.stdin is not None
+        assert core.stdout is not None
+        core.stdin.write(b"runs\n")
+        assert core.stdout.readline() == b"runs\n"  # from here on it has its title
         assert part_name(core.pid, core.pid, EngineKind.VLLM) == "HTTP server"
         assert part_name(core.pid, 1, EngineKind.VLLM) == "engine core"
         assert part_name(os.getpid(), 1, EngineKind.VLLM) == "rank"
         assert part_name(core.pid, core.pid, EngineKind.EMULATED) == "first rank"
-        core.communicate()
+        core.stdin.close()
 
 
 def events(*payloads: str) -> bytes:

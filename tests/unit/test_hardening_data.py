@@ -88,6 +88,7 @@ def test_campaigns_of_faults_of_parts_are_summed_by_part_and_listed(tmp_path: Pa
     assert pages.rows("part-campaigns") == [
         ("a", "emulated", "3", *ended),
         ("b", "vLLM", "4", *ended),
+        ("all", "", "7", "80", "2", "0", "0", "0 / 0 / 0", "0", "6", "0", "2", "10,000"),
     ]
     assert pages.rows("part-commands") == [("a", "`run a`"), ("b", "`run b`")]
 
