@@ -213,7 +213,7 @@ def layers(args: argparse.Namespace) -> Configuration:
         return configuration(args, _ROUTER_PARTS)
     if args.role == FRONTEND:
         return configuration(args, _FRONT_END_PARTS)
-    parts = _ENGINE_PARTS
+    parts: tuple[Part, ...] = _ENGINE_PARTS
     if args.role == CLUSTER:
         # The commands of a cluster name the role and the name of each engine.
         parts, args = _CLUSTER_PARTS, argparse.Namespace(**{**vars(args), "role": Role.PREFILL})

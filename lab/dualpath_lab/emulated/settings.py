@@ -13,6 +13,7 @@ from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import EngineSettings
 from dualpath.node.certificates import CertFile, KeyFile
 from dualpath.vllm.front_end_settings import BlockTokens, Host, MaxModelLen, Port
+from dualpath_lab.emulated.words import VOCAB_SIZE
 from dualpath_sim.catalog.load import CostsName, GpuName
 from dualpath_sim.simulator.settings import ModelCosts
 
@@ -76,7 +77,7 @@ class EmulatedServer(Settings, frozen=True, kw_only=True):
     ] = 1
     vocab_size: Annotated[
         int, Setting("size of the vocabulary; token ids have 32 bits", ge=2, le=1 << 32)
-    ] = 32000
+    ] = VOCAB_SIZE
 
 
 class EmulatedOptions(EmulatedServer, frozen=True, kw_only=True):
