@@ -232,8 +232,8 @@ Layerwise, whose PEs bind:
 kv_cache_tester/rounds_dev.jsonl.xz --max-context-tokens 142000 --agents 500 --agents-per-s 0.1
 --until-s 3600 --mode dualpath --handover hbm` (seed 0).
 
-In the paper's settings it gains less. JCT by `dualpath simulate --trace 64k` (seed 0) with the flags
-of the first column, offline:
+In the paper's settings it gains less. JCT by `dualpath simulate --trace 64k` (seed 0) with the
+flags of the first column, offline:
 
 | `--cluster` … | `buffer` | `hbm` |
 |---|---:|---:|
