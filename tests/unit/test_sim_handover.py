@@ -2,15 +2,17 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from tests.simulated import agents_of, growing_agent, small_setup
+from tests.simulated import agents_of, growing_agent, small_model, small_setup
 
 from dualpath.core.modes import Handover, Mode
 from dualpath.workload.columns.agent_table import AgentTable
 from dualpath_sim.evaluation.comparison import summarise
 from dualpath_sim.simulator.result import SimulationResult
 from dualpath_sim.simulator.run import simulate
+from dualpath_sim.simulator.settings import WindowLayers
 
 MS = 1_000_000
 #: The DRAM of a node that has room for one prompt of 704 tokens.
@@ -92,6 +94,23 @@ def test_a_pass_loads_for_a_tenth_of_a_second_or_as_long_as_it_computes() -> Non
 def test_baselines_receive_in_buffers_whatever_the_setting(mode: Mode) -> None:
     agents = agents_of(*[growing_agent(4, 640, 64, 5)] * 3)
     by_buffer, by_hbm = both(agents, mode, dram_tier_bytes=0.0)
+    for one, other in zip(by_buffer.turns, by_hbm.turns, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_models_with_window_layers_receive_in_buffers() -> None:
+    """Blocks that have left a window in HBM could not be stored whole."""
+    agents = agents_of(*[growing_agent(4, 640, 64, 5)] * 3)
+    layers = (WindowLayers(window_tokens=64, kv_bytes_per_token=300.0),)
+    by_buffer, by_hbm = (
+        simulate(
+            msgspec.structs.replace(
+                small_setup(handover=handover), model=small_model(window_layers=layers)
+            ),
+            agents,
+        )
+        for handover in (Handover.BUFFER, Handover.HBM)
+    )
     for one, other in zip(by_buffer.turns, by_hbm.turns, strict=True):
         np.testing.assert_array_equal(one, other)
 

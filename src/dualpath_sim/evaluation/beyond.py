@@ -214,6 +214,51 @@ set. On claude-code it moves one node where two were right: with its drain that 
 which then counts as the cost of a switch. The model does not charge for spreading the experts of
 DS 660B again, so its rows are upper bounds.
 
+**Hand-over in HBM** ([how it works](architecture.md#hand-over-in-hbm); no engine does it yet) lets
+requests bypass the DE's DRAM. It gains most where that holds few contexts. The first table has the
+rounds of real Claude Code sessions that Qwen3-Coder-480B finishes in an hour with 80 GB of DRAM per
+node, and the mean TTFT. With `buffer` the buffers of the DEs bind, so that DualPath is slower than
+Layerwise, whose PEs bind:
+
+| rounds in an hour | `buffer` | `hbm` |
+|---|---:|---:|
+| Layerwise | 5,035 (78 s) | |
+| DualPath | 3,921 (119 s) | 6,158 (53 s) |
+| split read | 4,126 (110 s) | 6,449 (47 s) |
+| Oracle | 6,939 (39 s) | |
+
+`dualpath simulate --cluster paper-660b --model qwen3-coder-480b --kv-cache-dtype fp8 --nodes 2P2D
+--prefill-dp 16 --decode-dp 16 --prefill-hbm-bytes 40e9 --decode-hbm-bytes 45e9 --trace
+kv_cache_tester/rounds_dev.jsonl.xz --max-context-tokens 142000 --agents 500 --agents-per-s 0.1
+--until-s 3600 --mode dualpath --handover hbm` (seed 0).
+
+In the paper's settings it gains less. JCT by `dualpath simulate --trace 64k` (seed 0) with the
+flags of the first column, offline:
+
+| `--cluster` … | `buffer` | `hbm` |
+|---|---:|---:|
+| `paper-660b --model ds-v3.2 --nodes 2P4D --agents 256 --mode dualpath` | 918 s | 894 s |
+| the same with `--agents 1024` | 1,754 s | 1,677 s |
+| `paper-27b --model ds-27b --nodes 1P1D --agents 512 --mode dualpath` | 777 s | 713 s |
+| the same with `--mode split` | 769 s | 709 s |
+| `paper-qwen --model qwen2.5-32b --agents 48 --mode dualpath` | 1,698 s | 1,642 s |
+| the same with `--mode split` | 1,610 s | 1,518 s |
+
+Mean TTFT rises by 0.1 s at most (Qwen 32B) and falls by up to 0.2 s (DS 27B), TPOT falls by 5 to
+17 %. The last table is about the [comparisons with other
+stacks](evaluation/peers.md#every-regime) on real engines, with DualPath simulated: the measured JCT
+times the simulated change, over the fastest other stack. `python -m
+dualpath_lab.benchmarks.peers.in_simulator docs/evaluation/peers/cells --handover hbm` (no seed):
+
+| flags | fastest in | worst | geometric mean |
+|---|---:|---:|---:|
+| none: as measured | 27 of 38 | 1.77 | 0.88 |
+| `--handover hbm` | 31 of 38 | 1.39 | 0.78 |
+| `--recompute-limit-s 10` | 28 of 38 | 1.30 | 0.84 |
+| both | 31 of 38 | 1.05 | 0.74 |
+| `--recompute-limit-s 10 --append-at-decode-tokens 512` | 32 of 38 | 1.15 | 0.71 |
+| all three | 38 of 38 | 0.99 | 0.61 |
+
 *Rejected*: choosing the side on which the request would be prefilled earlier, the PE's own queue
 and CNIC counted. It saved 0.1 % on average offline (-0.2 to +0.8 %), cost 0.8 % online, and in a
 split read changed nothing: the side with the shorter reading queue mostly is the side with the
