@@ -225,6 +225,19 @@ def test_the_window_follows_what_the_scheduler_places(per_s: float, lag_s: float
     assert max(settled) <= 2.2 * per_s * (lag_s + PLACEMENT_TARGET_S) + 1
 
 
+@pytest.mark.parametrize("lag_s", [0.002, 0.5, 2.0])
+def test_a_burst_gets_through_in_few_round_trips_whatever_they_take(lag_s: float) -> None:
+    """While engines take all at once, each placement lets two more go: the window doubles."""
+    window, round_trips, left = PlacementWindow(), 0, 2000
+    while left > 0:
+        going, round_trips = min(window.limit(4), left), round_trips + 1
+        left -= going
+        for _ in range(going):
+            short = left > 0
+            window.placed(window.round, 0.0, lag_s, used=going, short=short, least=4)
+    assert round_trips <= 10
+
+
 def test_a_scheduler_that_has_too_much_to_do_gets_less() -> None:
     """Its lag grows with what waits there, although its queue is empty."""
     window, limits = PlacementWindow(), []
@@ -255,7 +268,7 @@ def test_a_burst_of_long_ago_does_not_keep_the_window_large() -> None:
     window = PlacementWindow()
     play_window(window, SteadyScheduler(1000.0, 0.0), 4000)
     large = window.limit(1)
-    for _ in range(3 * large):
+    for _ in range(6 * large):
         window.placed(window.round, 0.001, 0.001, used=3, short=False, least=1)
     assert window.limit(1) == 3
 

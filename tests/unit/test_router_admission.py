@@ -212,6 +212,24 @@ async def test_without_engines_no_queued_request_waits_longer_than_twice_the_lim
         assert await runs.runs["r0"] == expected(PROMPT, 6)  # it waited at the scheduler
 
 
+async def test_a_request_that_gives_way_is_refused_at_once_also_without_engines() -> None:
+    settings = RouterSettings(max_concurrent_requests=1, max_waiting_requests=3)
+    async with cluster(settings=settings) as made:
+        await made.engines["p0"].kill()
+        made.lose("p0", certain=True)
+        runs = Runs(made)
+        await runs.begin("first")
+        await runs.begin("a1", "a2", tenant=TAG)
+        await runs.begin("b1", tenant=OTHER_TAG)
+        await runs.begin("n1")
+        begun_s = asyncio.get_running_loop().time()
+        with pytest.raises(OverloadedError, match="gave way"):
+            await runs.runs.pop("a2")
+        assert asyncio.get_running_loop().time() - begun_s < 1.0
+        await made.revive("p0")
+        assert await asyncio.gather(*runs.runs.values()) == [expected(PROMPT, 6)] * 4
+
+
 async def test_a_router_that_drains_ends_its_queue_and_takes_nothing_new() -> None:
     async with queued() as runs:
         await runs.begin("waits", "waits too")

@@ -199,6 +199,8 @@ def _discard(values: list[Any], value: tuple[object, ...]) -> None:
 #: when they take no more (β), so that a shorter queue leaves none of them idle, and a longer one
 #: has no use: its order is fixed.
 PLACEMENT_TARGET_S = 0.25
+#: A shorter wait means that the scheduler's queue is empty: engines can take more at once.
+_EMPTY_QUEUE_S = 0.1 * PLACEMENT_TARGET_S
 #: The lag of links and event loops that the window allows for.  A longer one is taken for a
 #: scheduler with too much to do; at 5 s engines and front ends would count as lost (the default of
 #: ``engine_timeout_s``).
@@ -213,20 +215,18 @@ class PlacementWindow:
     else but the look-up in storage (links, the scheduler's event loop).  The means of a round move
     the size towards what gives the target in the queue, at most by half or to the double.  A lag of
     up to ``LARGEST_LAG_S`` is allowed for: a slow link or a slow machine does not shrink the
-    window, a longer lag does.  The size grows only while requests wait for it; else it falls, by
-    half at most, to what is used of it, so that a burst of long ago does not let too many wait at
-    the scheduler.  So the window follows whatever limits placement: engines, the scheduler's own
-    load, other front ends.
+    window, a longer lag does.  While the scheduler's queue is empty, each placement adds one to the
+    size, so that a burst waits few round trips here.  The size grows only while requests wait for
+    it; else it falls, by half at most, to what is used of it, so that a burst of long ago does not
+    let too many wait at the scheduler.  So the window follows whatever limits placement: engines,
+    the scheduler's own load, other front ends.
     """
 
     def __init__(self) -> None:
         self.size = 1.0
         #: The number of the present round, and the sums of its waits.
         self.round = 0
-        self._placed = 0
-        self._queued_s = self._lagged_s = 0.0
-        self._short = False
-        self._used = 0
+        self._begin_sums()
 
     def limit(self, least: int) -> int:
         """Return how many may wait at the scheduler, at least ``least`` and 1."""
@@ -247,6 +247,10 @@ class PlacementWindow:
         ``used`` requests were at the scheduler, this one included.  ``short``: requests wait for
         the window at present.
         """
+        if short and queue_s <= _EMPTY_QUEUE_S and lag_s <= LARGEST_LAG_S:
+            self.size = self.limit(least) + 1.0
+            self._begin_sums()
+            return
         if admitted_in != self.round:
             return
         self._placed += 1
@@ -272,6 +276,9 @@ class PlacementWindow:
     def _begin_round(self, size: float) -> None:
         self.size = size
         self.round += 1
+        self._begin_sums()
+
+    def _begin_sums(self) -> None:
         self._placed, self._queued_s, self._lagged_s = 0, 0.0, 0.0
         self._short, self._used = False, 0
 

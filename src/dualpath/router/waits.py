@@ -30,6 +30,26 @@ async def run_until_broken(work: Awaitable[T], broken: "asyncio.Future[None]") -
     return task.result()
 
 
+async def run_until_done(work: Awaitable[None], done: "asyncio.Future[None]") -> None:
+    """Return when ``work`` has ended, raising its exception, or when ``done`` is done.
+
+    Then the work is cancelled and has ended; an exception of ``done`` is left to its owner.
+    """
+    task = asyncio.ensure_future(work)
+    watched: set[asyncio.Future[None]] = {task, done}
+    try:
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.add_done_callback(_retrieve)
+            task.cancel()
+            await asyncio.wait({task})
+        else:
+            _retrieve(task)
+    if not task.cancelled():
+        task.result()
+
+
 #: Parts into which ``within_own_time`` divides its limit.
 _SLICES = 10
 

@@ -26,7 +26,7 @@ from dualpath.core.errors import (
 )
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.engine_calls import Job, TokenEvent
-from dualpath.router.engines import EngineInfo, KnownEngines, is_alive
+from dualpath.router.engines import EngineInfo, KnownEngines, is_alive, missing_engines
 from dualpath.router.observe.tracing import RequestTrace
 from dualpath.router.requests.admission import Ticket
 from dualpath.router.requests.call_watch import OpenCall
@@ -43,7 +43,7 @@ from dualpath.router.scheduling import (
 )
 from dualpath.router.settings import RouterSettings
 from dualpath.router.stages import RequestRecord, Stage
-from dualpath.router.waits import run_until_broken
+from dualpath.router.waits import run_until_broken, run_until_done
 
 if TYPE_CHECKING:
     from dualpath.router.requests.front_end import FrontEnd
@@ -418,7 +418,8 @@ class RequestLife:
     async def _admitted(self) -> None:
         """Wait in the queue, but for longer than ``engine_wait_s`` only if there are engines."""
         while not await self.ticket.wait(0.0):
-            await self._some_engines()
+            if missing_engines(self._scheduling.engines) is not None:
+                await run_until_done(self._some_engines(), self.ticket.decided)
             await self.ticket.wait(self._front_end.settings.engine_wait_s)
 
     async def _all_attempts(self) -> None:
