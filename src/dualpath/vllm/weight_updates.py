@@ -64,7 +64,7 @@ class TrainedEngine:
         self._is_member = True
 
     def weights_change(self, call: str) -> None:
-        """A call that may change the weights is about to be made."""
+        """Take the engine out of the cluster before a call that may change its weights."""
         self._end_requests()
         if isinstance(self._version, str):
             self._past.append(self._version)
@@ -87,7 +87,7 @@ class TrainedEngine:
         self.join_if_ready()
 
     def paused(self) -> None:
-        """No request is computed any more until it resumes."""
+        """Take the engine out of the cluster: it computes no request until it resumes."""
         self._leave("it is paused")
 
     def join_if_ready(self) -> None:
@@ -228,10 +228,9 @@ def _pause_scheduler(
     return over
 
 
-def _resume_scheduler(core: "EngineCore", original: Callable[..., Any], engine: _EngineOf) -> Any:  # noqa: ANN401 - vLLM's
-    result = original(core)
+def _resume_scheduler(core: "EngineCore", original: Callable[..., None], engine: _EngineOf) -> None:
+    original(core)
     engine(core).join_if_ready()
-    return result
 
 
 def _sleep(
