@@ -52,6 +52,10 @@ _DISCARDS_WEIGHTS = 2
 _VERSIONS_KEPT = 4096
 
 
+#: vLLM's version of weights that have got no name.
+UNNAMED = "default"
+
+
 class TrainedEngine:
     """What trainers do to one engine; lives in the process of its core, on the core's thread."""
 
@@ -69,6 +73,7 @@ class TrainedEngine:
         if isinstance(self._version, str):
             self._past.append(self._version)
         self._version = None
+        self._core._weight_version = UNNAMED  # What `/weight_info` returns.
         self._leave(f"its weights change ({call}); name them with weight_version")
 
     def named(self, version: str) -> None:
