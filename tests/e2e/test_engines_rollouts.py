@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
-from tests.e2e.plain_engine import START_S, PlainEngine, complete, until
+from tests.e2e.plain_engine import START_S, Completion, PlainEngine, complete, until
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
@@ -142,20 +142,22 @@ def test_answers_after_a_step_are_those_of_the_new_weights(
     assert engines.total("transfer_failures") == 0
 
 
-def by_router(engines: EngineCluster, **fields: object) -> Mapping[str, object]:
-    """Let the router update the weights of all engines, and wait until that is over."""
-    calls = [
-        {
-            "path": "/collective_rpc",
-            "body": {"method": "reload_weights", "kwargs": {"weights_path": str(models()[0])}},
-        }
-    ]
+def by_router(engines: EngineCluster, action: str, **fields: object) -> Mapping[str, object]:
+    """Let the router do something at all engines, and wait until it is over."""
     call = partial(call_roles, engines.url, {}, path=WEIGHTS_PATH)
-    call({"action": "update", "calls": calls, **fields})
-    until(lambda: not call()["under_way"], "the update", START_S)
+    call({"action": action, **fields})
+    until(lambda: not call()["under_way"], action, START_S)
     report = call()
     assert report["error"] is None, report
-    del engines.storage
+    return report
+
+
+def updated(engines: EngineCluster, weights: Path, **fields: object) -> Mapping[str, object]:
+    """Let all engines load these weights, by the router."""
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+    calls = [{"path": "/collective_rpc", "body": body}]
+    report = by_router(engines, "update", calls=calls, **fields)
+    del engines.storage  # It is that of the former namespace.
     return report
 
 
@@ -163,7 +165,7 @@ def test_the_router_updates_all_engines_and_those_that_were_restarted(
     engines: EngineCluster, truth: list[list[int]]
 ) -> None:
     before, _ = truth
-    report = by_router(engines, label="step-2")
+    report = updated(engines, models()[0], label="step-2")
     assert report["state"] == "serving"
     # The weights of the start: without their name nothing of them is found.
     first = engines.ask(PROMPT, GENERATED)
@@ -174,7 +176,45 @@ def test_the_router_updates_all_engines_and_those_that_were_restarted(
     engines.start_engine(Role.DECODE, 0)
     registry = engines.service.registry
     until(lambda: "de-0" in registry.outdated, "the restarted engine is refused", START_S)
-    report = by_router(engines, version=report["version"])
+    report = updated(engines, models()[0], version=report["version"])
     assert (report["state"], report["outdated"]) == ("serving", {})
     again = engines.ask(PROMPT, GENERATED)
     assert (again.token_ids, again.cached_tokens) == (before, 256)
+
+
+def test_a_stream_that_spans_an_update_goes_on_with_the_new_weights(
+    engines: EngineCluster,
+) -> None:
+    count = 600
+    with_old_weights = engines.ask(PROMPT, count, "old").token_ids
+    pieces = Completion(engines.url, PROMPT, count, "spans").pieces()
+    tokens = list(next(pieces))
+    report = updated(engines, models()[1], label="step-3", running="keep")
+    assert report["state"] == "serving"
+    for piece in pieces:
+        tokens += piece
+    assert len(tokens) == count
+    both = zip(tokens, with_old_weights, strict=True)
+    switch = next(at for at, (one, other) in enumerate(both) if one != other)
+    # What follows is what these weights compute, without any KV of the request and with it.
+    rest = [*PROMPT, *tokens[:switch]], count - switch
+    without = engines.ask(*rest, "other")
+    assert (without.token_ids, without.cached_tokens) == (tokens[switch:], 0)
+    engines.wait_stored([*PROMPT, *tokens[:-1]], "spans")
+    again = engines.ask(*rest, "spans")
+    assert again.token_ids == tokens[switch:]
+    assert again.cached_tokens >= 256
+
+
+def test_engines_that_have_slept_find_what_they_had_stored(
+    engines: EngineCluster, truth: list[list[int]]
+) -> None:
+    _, after = truth
+    first = engines.ask(PROMPT, GENERATED, "sleeps")
+    assert (first.token_ids, first.cached_tokens) == (after, 0)
+    engines.wait_stored([*PROMPT, *after[:-1]], "sleeps")
+    assert by_router(engines, "sleep", level=1)["state"] == "asleep"
+    assert engines.alive() == set()
+    assert by_router(engines, "wake_up")["state"] == "serving"
+    again = engines.ask(PROMPT, GENERATED, "sleeps")
+    assert (again.token_ids, again.cached_tokens) == (after, 256)

@@ -25,6 +25,7 @@ async def server(answer: web.Response) -> AsyncIterator[tuple[str, list[tuple[st
 
     app = web.Application()
     app.router.add_post("/{path:.*}", called)
+    app.router.add_get("/{path:.*}", called)
     async with serving_app(app, "127.0.0.1", 0) as port:
         yield f"http://127.0.0.1:{port}", got
 
@@ -53,3 +54,10 @@ async def test_an_engine_that_has_ended_does_not_answer() -> None:
         pass
     with pytest.raises(EngineLostError, match=r"engine e at .* does not answer /collective_rpc"):
         await HttpOperator({}).post("e", url, RELOAD, GUARD_S)
+
+
+async def test_the_version_of_an_engines_weights_is_that_of_vllm() -> None:
+    version = "step-1-0123456789abcdef"
+    async with server(web.json_response({"weight_version": version})) as (url, got):
+        assert await HttpOperator({}).weights("e", url, GUARD_S) == version
+    assert got == [("/weight_info", b"")]

@@ -1,6 +1,7 @@
 """A trainer asks the router to change all engines' weights, or to let them sleep."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -40,6 +41,8 @@ class TrainedEngines:
         self.paused: set[str] = set()
         self.asleep: set[str] = set()
         self.unnamed: set[str] = set()
+        self.past: dict[str, set[str]] = defaultdict(set)
+        self.lost_answers: dict[tuple[str, str], Exception] = {}
 
     async def post(
         self, engine_id: str, api_url: str, call: EngineCall, timeout_s: float
@@ -59,15 +62,23 @@ class TrainedEngines:
                 self.asleep.discard(engine_id)
                 self.paused.discard(engine_id)
             case "/collective_rpc":
+                self.past[engine_id].add(await self.weights(engine_id, api_url, timeout_s))
                 self.unnamed.add(engine_id)
             case "/update_weight_version":
+                assert call.body["new_version"] not in self.past[engine_id], "of other weights"
                 engine = self.made.engines[engine_id]
                 engine.namespace = engine.namespace.with_weights(call.body["new_version"])
                 self.unnamed.discard(engine_id)
             case "/resume":
                 self.paused.discard(engine_id)
         await self._follow(engine_id)
+        if (error := self.lost_answers.pop((engine_id, call.path), None)) is not None:
+            raise error
         return {"status": "awake"}
+
+    async def weights(self, engine_id: str, api_url: str, timeout_s: float) -> str:
+        named = self.made.engines[engine_id].namespace.weights
+        return "default" if engine_id in self.unnamed else named or "default"
 
     async def _follow(self, engine_id: str) -> None:
         engine = self.made.engines[engine_id]
@@ -205,6 +216,19 @@ async def test_an_update_that_failed_at_one_engine_is_repeated_there_only() -> N
         assert "/collective_rpc" in engines.paths("p1")
         assert await waiting == expected(PROMPT, 6)
         assert {e.namespace.weights for e in made.engines.values()} == {STEP_1}
+
+
+async def test_an_engine_whose_answer_was_lost_is_not_updated_again() -> None:
+    async with trained(2, 1) as (made, engines):
+        engines.lost_answers["p1", "/update_weight_version"] = EngineLostError("no answer of p1")
+        updates = made.service.scheduler.weights
+        updates.request(update("step-1"))
+        assert "no answer of p1" in (await over(made))["error"]
+        engines.calls.clear()
+        updates.request(update(version=STEP_1))
+        report = await over(made)
+        assert (report["state"], report["updated"]) == ("serving", ["d0", "p0", "p1"])
+        assert "/collective_rpc" not in {path for _, path in engines.calls}
 
 
 async def test_an_engine_that_was_restarted_is_refused_until_it_has_the_weights() -> None:

@@ -1,4 +1,4 @@
-"""A trainer changes the weights of engines in simulated clusters, an eighth of which have one."""
+"""A trainer changes the weights of engines in simulated clusters, a tenth of which have one."""
 
 from collections import Counter
 
@@ -9,8 +9,9 @@ from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, FaultKind
 from dualpath_lab.faults.simulation.engine import SimEngine
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
+from dualpath_lab.faults.simulation.settings import has_trainer
 
-TRAINED = [seed for seed in range(130) if seed % 13 in (6, 11) and seed % 7 != 3]
+TRAINED = [seed for seed in range(160) if has_trainer(seed)]
 
 
 def of(*names: str) -> list[FaultKind]:

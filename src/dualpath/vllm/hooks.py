@@ -202,6 +202,7 @@ def _trainers_calls() -> bool:
         and "self.resume_scheduler()" in inspect.getsource(core.wake_up)
         and "self.pause_scheduler(" in inspect.getsource(core.sleep)
         and callable(core.resume_scheduler)
+        and "return self._weight_version" in inspect.getsource(core.get_weight_version)
         and callable(pool.evict_blocks)
         and all(
             f'self.collective_rpc("{call}")' in client

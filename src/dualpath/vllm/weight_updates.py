@@ -52,6 +52,10 @@ _DISCARDS_WEIGHTS = 2
 _VERSIONS_KEPT = 4096
 
 
+#: vLLM's version of weights that have got no name.
+UNNAMED = "default"
+
+
 class TrainedEngine:
     """What trainers do to one engine; lives in the process of its core, on the core's thread."""
 
@@ -64,11 +68,12 @@ class TrainedEngine:
         self._is_member = True
 
     def weights_change(self, call: str) -> None:
-        """A call that may change the weights is about to be made."""
+        """Take the engine out of the cluster before a call that may change its weights."""
         self._end_requests()
         if isinstance(self._version, str):
             self._past.append(self._version)
         self._version = None
+        self._core._weight_version = UNNAMED  # What `/weight_info` returns.
         self._leave(f"its weights change ({call}); name them with weight_version")
 
     def named(self, version: str) -> None:
@@ -87,7 +92,7 @@ class TrainedEngine:
         self.join_if_ready()
 
     def paused(self) -> None:
-        """No request is computed any more until it resumes."""
+        """Take the engine out of the cluster: it computes no request until it resumes."""
         self._leave("it is paused")
 
     def join_if_ready(self) -> None:
@@ -228,10 +233,9 @@ def _pause_scheduler(
     return over
 
 
-def _resume_scheduler(core: "EngineCore", original: Callable[..., Any], engine: _EngineOf) -> Any:  # noqa: ANN401 - vLLM's
-    result = original(core)
+def _resume_scheduler(core: "EngineCore", original: Callable[..., None], engine: _EngineOf) -> None:
+    original(core)
     engine(core).join_if_ready()
-    return result
 
 
 def _sleep(

@@ -240,7 +240,7 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         settings = msgspec.structs.replace(settings, buffer_blocks=_LARGE_BUFFER_BLOCKS)
     if world.seed % 5 == 3:
         settings = _with_tenants(settings, world.seed)
-    if world.seed % 13 in _TRAINED and world.seed % 7 != 3:
+    if has_trainer(world.seed):
         return _with_trainer(settings, world.seed)
     return _with_roles_that_change(settings, world.seed) if world.seed % 7 == 3 else settings
 
@@ -324,8 +324,13 @@ def _with_tenants(settings: ClusterSettings, seed: int) -> ClusterSettings:
 _TRAINED = (6, 11)
 
 
+def has_trainer(seed: int) -> bool:
+    """Whether weights change in a cluster: in none whose engines have ranks or change roles."""
+    return seed % 13 in _TRAINED and seed % 7 != 3 and seed % 4 != 2
+
+
 def _with_trainer(settings: ClusterSettings, seed: int) -> ClusterSettings:
-    """Let a trainer change weights, as in an eighth of clusters; engines have one rank there."""
+    """Let a trainer change weights, as in a tenth of clusters; no engine is in a group there."""
     updates = Random(f"trainer of {seed}").choice((1, 2, 3))
     router = msgspec.structs.replace(
         settings.router, max_attempts=settings.router.max_attempts + 4 * updates
@@ -333,10 +338,8 @@ def _with_trainer(settings: ClusterSettings, seed: int) -> ClusterSettings:
     return msgspec.structs.replace(
         settings,
         router=router,
-        tensor_parallel=ONE_RANK,
         prefill_ranks=1,
         decode_ranks=1,
-        geometry=GEOMETRIES[1][seed % len(GEOMETRIES[1])],
         quota_blocks=0,
         tenant_quota_blocks=0,
         turns=(2, 3),

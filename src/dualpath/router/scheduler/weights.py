@@ -11,8 +11,8 @@ import asyncio
 import enum
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -28,6 +28,8 @@ from dualpath.router.token_api.statuses import api_error, engine_error, status_o
 from dualpath.router.token_api.wire import decode_body
 
 WEIGHTS_PATH = "/dualpath/v1/weights"
+#: vLLM's call that returns the version of an engine's weights.
+VERSION_PATH = "/weight_info"
 
 #: vLLM's calls that an update may consist of.
 UPDATE_PATHS = frozenset(
@@ -48,6 +50,8 @@ _JOIN_S = 60.0
 _ERROR_CHARACTERS = 500
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Action(enum.StrEnum):
@@ -110,12 +114,16 @@ class WeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineOperator(Protocol):
-    """Sends calls for trainers to engines' HTTP servers."""
+    """Sends calls for trainers to engines' HTTP servers; raises ``DualPathError`` if one fails."""
 
     async def post(
         self, engine_id: str, api_url: str, call: EngineCall, timeout_s: float
     ) -> object:
-        """Return the decoded answer; raises ``DualPathError`` for any other than 200."""
+        """Return the decoded answer of an engine."""
+        ...
+
+    async def weights(self, engine_id: str, api_url: str, timeout_s: float) -> str:
+        """Return the version of an engine's weights; no version if they have no name."""
         ...
 
 
@@ -130,30 +138,44 @@ class HttpOperator:
         self, engine_id: str, api_url: str, call: EngineCall, timeout_s: float
     ) -> object:
         """See ``EngineOperator``."""
+        more = {
+            "params": call.query,
+            "data": msgspec.json.encode(call.body),
+            "headers": {"Content-Type": "application/json"},
+        }
+        return await self._called("POST", engine_id, api_url, call.path, timeout_s, more)
+
+    async def weights(self, engine_id: str, api_url: str, timeout_s: float) -> str:
+        """See ``EngineOperator``."""
+        found = await self._called("GET", engine_id, api_url, VERSION_PATH, timeout_s, {})
+        return str(found.get("weight_version", "")) if isinstance(found, dict) else ""
+
+    async def _called(
+        self,
+        method: str,
+        engine_id: str,
+        api_url: str,
+        path: str,
+        timeout_s: float,
+        more: Mapping[str, Any],
+    ) -> object:
         named = f"engine {engine_id} at {api_url}"
         tls = trusting(self._ca_file, "engine_ca_file")
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        timeout, url = aiohttp.ClientTimeout(total=timeout_s), f"{api_url.rstrip('/')}{path}"
         try:
             async with (
                 client_session(timeout=timeout, headers=self._headers, tls=tls) as session,
-                sent(
-                    session,
-                    "POST",
-                    f"{api_url.rstrip('/')}{call.path}",
-                    params=call.query,
-                    data=msgspec.json.encode(call.body),
-                    headers={"Content-Type": "application/json"},
-                ) as response,
+                sent(session, method, url, **more) as response,
             ):
                 status, text = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineLostError(
-                f"{named} does not answer {call.path} ({error or 'in time'}); start it again, or "
-                "leave it out"
+                f"{named} does not answer {path} ({error or 'in time'}); start it again, or leave "
+                "it out"
             ) from error
         if status != 200:
             message = in_one_line(text.decode(errors="replace"), _ERROR_CHARACTERS)
-            raise engine_error(named, status, f"{call.path}: {message}")
+            raise engine_error(named, status, f"{path}: {message}")
         try:
             return msgspec.json.decode(text) if text else None
         except msgspec.DecodeError:
@@ -182,12 +204,12 @@ class Cluster(Protocol):
 
 
 class Operation(msgspec.Struct):
-    """The latest operation, for reports; ``done`` are the engines that have its weights."""
+    """The latest operation, for reports; ``updated`` are engines that have got its weights."""
 
     action: Action
     version: str = ""
     error: str = ""
-    done: set[str] = msgspec.field(default_factory=set)
+    updated: set[str] = msgspec.field(default_factory=set)
 
 
 class WeightUpdates:
@@ -243,7 +265,7 @@ class WeightUpdates:
             "action": operation.action.value if operation else None,
             "version": (operation.version or None) if operation else None,
             "error": (operation.error or None) if operation else None,
-            "updated": sorted(operation.done) if operation else [],
+            "updated": sorted(operation.updated) if operation else [],
             "outdated": {
                 name: shown_version(hello.namespace.weights)
                 for name, hello in registry.outdated.items()
@@ -314,11 +336,7 @@ class WeightUpdates:
         if asked.label:
             operation = Operation(Action.UPDATE, weights_version(asked.label, self._new_nonce()))
         else:
-            version, latest = checked_version(asked.version), self._operation
-            operation = Operation(Action.UPDATE, version)
-            if latest is not None and latest.version == version:
-                # One that was restarted since then registers with the weights of its files.
-                operation.done = latest.done.difference(self._cluster.registry.outdated)
+            operation = Operation(Action.UPDATE, checked_version(asked.version))
         return operation, lambda planned: self._update(asked, planned)
 
     # ------------------------------------------------------------------ operations
@@ -358,13 +376,18 @@ class WeightUpdates:
         if not asleep:
             await self._pause(asked.running)
         self._enter(State.APPLYING)
-        left = [name for name in self._engines if name not in operation.done]
+        # An answer may have been lost: only the engine knows what it has.
+        found = await self._each(
+            self._engines, lambda name, url: self._operator.weights(name, url, self._left_s())
+        )
+        left = [name for name in self._engines if found[name] != operation.version]
+        operation.updated.update(set(self._engines).difference(left))
         for call in asked.calls:
             await self._at(left, call)
         await self._at(
             left, EngineCall("/update_weight_version", {"new_version": operation.version})
         )
-        operation.done.update(left)
+        operation.updated.update(left)
         for state in self._cluster.registry.require_weights(operation.version):
             self._cluster.take_out(state.info.engine_id, "the weights of the cluster change")
         if asleep:
@@ -384,7 +407,7 @@ class WeightUpdates:
         self._enter(State.APPLYING)
         call = EngineCall("/wake_up", query={"tags": [*asked.tags]} if asked.tags else {})
         answers = await self._at(self._engines, call)
-        if all(isinstance(a, dict) and a.get("status") == "awake" for a in answers):
+        if all(isinstance(a, dict) and a.get("status") == "awake" for a in answers.values()):
             await self._resume()
         else:
             self._enter(State.ASLEEP)
@@ -413,8 +436,6 @@ class WeightUpdates:
         give_up_s = asyncio.get_running_loop().time() + _JOIN_S
         while absent := self._absent():
             if asyncio.get_running_loop().time() > give_up_s:
-                if self._operation is not None:
-                    self._operation.done.difference_update(absent)
                 raise EngineLostError(self._why_absent(absent))
             await asyncio.sleep(_POLL_S)
         self._engines.clear()
@@ -444,21 +465,27 @@ class WeightUpdates:
 
     # ------------------------------------------------------------------ steps
 
-    async def _at(
-        self, names: "Sequence[str] | Mapping[str, str]", call: EngineCall
-    ) -> list[object]:
-        """Make a call at these engines at once; raises the first error after all have ended."""
-        if (left_s := self._left_s()) <= 0:
+    async def _at(self, names: Iterable[str], call: EngineCall) -> dict[str, object]:
+        """Make a call at these engines at once."""
+        if self._left_s() <= 0:
             raise DeadlineError(f"the time was over before {call.path} was called; allow more")
-        answers = await asyncio.gather(
-            *(self._operator.post(name, self._engines[name], call, left_s) for name in names),
-            return_exceptions=True,
+        return await self._each(
+            names, lambda name, url: self._operator.post(name, url, call, self._left_s())
         )
-        found: list[object] = []
-        for answer in answers:
+
+    async def _each(
+        self, names: Iterable[str], work: Callable[[str, str], Awaitable[T]]
+    ) -> dict[str, T]:
+        """Return what ``work`` returns for each engine; raise the first error after all ended."""
+        chosen = list(names)
+        answers = await asyncio.gather(
+            *(work(name, self._engines[name]) for name in chosen), return_exceptions=True
+        )
+        found: dict[str, T] = {}
+        for name, answer in zip(chosen, answers, strict=True):
             if isinstance(answer, BaseException):
                 raise answer
-            found.append(answer)
+            found[name] = answer
         return found
 
     def _left_s(self) -> float:
