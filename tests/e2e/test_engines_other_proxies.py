@@ -139,6 +139,8 @@ def play(served: Served, url: str, proxy: OtherProxy) -> None:
         assert ours.equals(plain)
         prompt_tokens += plain.prompt_tokens
     until(served.idle, "engines idle with free buffers")
+    read = {name: served.read_bytes()[name] - before for name, before in began_read.items()}
+    print(f"{proxy.name}: {prompt_tokens} prompt tokens, {counted('hit_tokens')} hits,", read)
     assert counted("prompt_tokens") == prompt_tokens, "each prompt was prefilled once"
 
 
