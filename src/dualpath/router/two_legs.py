@@ -97,8 +97,9 @@ ROOM = "bootstrap_room"
 #: Of a second leg that a decode engine has passed on: the id of that engine.
 PASSED_ON_HEADER = "X-DualPath-Passed-On-By"
 _NAMES = ("remote_request_id", "transfer_id")
-#: How vLLM's router writes the addresses of both engines into the id of a request.
-_DECODE_ADDRESS = re.compile(r"___decode_addr_(?P<address>.+)_[0-9a-f]{32}")
+#: How vLLM's router writes the addresses of both engines into the id of a request.  The address is
+#: bounded, since clients choose ids as well: each place of a long one is tried.
+_DECODE_ADDRESS = re.compile(r"___decode_addr_(?P<address>[^_]{1,255})_[0-9a-f]{32}")
 _LIMITS = RouterSettings()
 
 

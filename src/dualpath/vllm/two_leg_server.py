@@ -421,6 +421,7 @@ class TwoLegServer:
         missing: str,
     ) -> SecondLeg:
         """Return a new attempt of a second leg; ``missing`` is why it has none of its first leg."""
+        logger.warning("the prompt of a second leg is prefilled again: %s", missing)
         try:
             prompt = await self._rendered(scope, request, client)
             if isinstance(prompt, _Answer):
