@@ -75,7 +75,7 @@ async def test_one_of_each_at_the_light_router(tmp_path: Path, monkeypatch) -> N
         assert await status(completions, served, key="another") == 401
         assert await status(completions, {"prompt": [1] * 3000}) == 413
         assert await status(completions, {"prompt": [1] * 41}) == 400
-        assert await status(completions, {"prompt": "text"}) == 400
+        assert await status(completions, {"prompt": [1, "text"]}) == 400
         assert await status(completions, {**served, "cache_salt": ""}) == 400
         assert await status("/v1/no-such-path") == 404
         assert await status("/health") == 405
