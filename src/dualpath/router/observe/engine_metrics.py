@@ -100,7 +100,7 @@ class EngineCollector:
         yield from self._liveness(engines)
 
         def reporting() -> list[EngineState]:
-            # Anew for each family: engines come and go while a consumer waits between two of them.
+            # Once for each family: engines come and go while a consumer waits between two of them.
             return [engine for engine in engines if engine.alive and engine.report is not None]
 
         for field, text in _REPORTED:
