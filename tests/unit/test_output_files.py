@@ -225,6 +225,7 @@ _OWN_FILES = {
     "dualpath/launch/scaled_router.py": "a new folder",
     "dualpath/storage/posix.py": "blocks",
     "dualpath/storage/objects.py": "blocks",
+    "dualpath_lab/emulated/words.py": "a new folder",
     "dualpath_lab/models/prepared.py": "a new folder",
     "dualpath_lab/models/smollm2.py": "a new folder",
     "dualpath_lab/models/random_models.py": "a new folder",

@@ -215,7 +215,8 @@ class SchedulerSide:
             loaded_tokens = self._tokens_to_fill(request, transfer)
         else:
             return {CacheHitSource.EXTERNAL_UNSPECIFIED: external_tokens}
-        first_token, tokens = loaded_tokens - external_tokens, {}
+        first_token = loaded_tokens - external_tokens
+        tokens: dict[CacheHitSource, int] = {}
         for run in transfer.hits:
             if run.side is not self._role:
                 continue

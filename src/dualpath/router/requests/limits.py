@@ -2,9 +2,9 @@
 
 Bodies are bounded as they arrive (``ArrivingBodies``), whether their length is declared or not.
 While no request can be taken, requests for tokens get 429, while it drains 503, and with either
-the time after which to retry.  Limits on the fields of a body (prompt, ``n``) are checked by its parser.
-All refusals are counted here, also those of the layers inside, which check API keys and read
-bodies.
+the time after which to retry.  Limits on the fields of a body (prompt, ``n``) are checked by its
+parser.  All refusals are counted here, also those of the layers inside, which check API keys and
+read bodies.
 
 A server process may have as many streams as files: one each at an engine, two at a router.
 """
