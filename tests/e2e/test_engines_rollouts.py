@@ -129,7 +129,7 @@ def test_answers_after_a_step_are_those_of_the_new_weights(
     version = weights_version("step-1", NONCE)
     trainer.step(models()[1], version)
     engines.wait_for("pe-0", "de-0")
-    del engines.storage  # It is that of the former namespace.
+    engines.__dict__.pop("storage", None)  # It is that of the former namespace.
 
     updated = engines.ask(PROMPT, GENERATED)
     assert (updated.token_ids, updated.cached_tokens) == (after, 0)
@@ -157,7 +157,7 @@ def updated(engines: EngineCluster, weights: Path, **fields: object) -> Mapping[
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
     calls = [{"path": "/collective_rpc", "body": body}]
     report = by_router(engines, "update", calls=calls, **fields)
-    del engines.storage  # It is that of the former namespace.
+    engines.__dict__.pop("storage", None)  # It is that of the former namespace.
     return report
 
 

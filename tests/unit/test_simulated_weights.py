@@ -1,4 +1,4 @@
-"""A trainer changes the weights of engines in simulated clusters, a tenth of which have one."""
+"""A trainer changes the weights of engines in simulated clusters, a twelfth of which have one."""
 
 from collections import Counter
 
