@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dualpath.cli.scaled_router import FrontEndCommand, run_scaled_router
 from dualpath.cli.settings import (
@@ -288,7 +288,7 @@ def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
         )
     costs = single_engine_costs(options.model, options.gpu, options.tensor_parallel_size)
     context_limit = options.max_model_len or costs.context_limit_tokens
-    bounds = {} if context_limit is None else {"max_model_len": context_limit}
+    bounds: dict[str, Any] = {} if context_limit is None else {"max_model_len": context_limit}
     return EmulatedSettings(
         engine=engine,
         geometry=_geometry(options, costs),
