@@ -224,9 +224,14 @@ class PlacementWindow:
 
     def __init__(self) -> None:
         self.size = 1.0
-        #: The number of the present round, and the sums of its waits.
+        #: The number of the present round.
         self.round = 0
-        self._begin_sums()
+        # The placements of the round, the largest use of the window, and the sums of the waits.
+        self._placed: int = 0
+        self._used: int = 0
+        self._queued_s: float = 0.0
+        self._lagged_s: float = 0.0
+        self._short: bool = False
 
     def limit(self, least: int) -> int:
         """Return how many may wait at the scheduler, at least ``least`` and 1."""
@@ -279,8 +284,9 @@ class PlacementWindow:
         self._begin_sums()
 
     def _begin_sums(self) -> None:
-        self._placed, self._queued_s, self._lagged_s = 0, 0.0, 0.0
-        self._short, self._used = False, 0
+        self._placed = self._used = 0
+        self._queued_s = self._lagged_s = 0.0
+        self._short = False
 
 
 #: Time constant of ``DrainRate``.
