@@ -158,7 +158,7 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_external_tokens: int
     ) -> "dict[CacheHitSource, int]":
         """See ``SchedulerSide.hit_sources``."""
-        return self._scheduling.hit_sources(request, num_external_tokens)
+        return self.scheduler_side.hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """See ``SchedulerSide.build``."""
