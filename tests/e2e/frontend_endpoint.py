@@ -156,7 +156,7 @@ class ScriptedService:
 class ScriptedScheduler:
     """What is asked of a cluster in this module."""
 
-    dashboard = None
+    dashboard = weights = None
 
     @property
     def roles(self):

@@ -55,12 +55,12 @@ def engines(
         yield cluster
 
 
-def at_prefill(rule, turn, prefill, decode, hit_tokens, block_tokens):
-    return choose_reads(PE_READS, turn, prefill, decode, hit_tokens, block_tokens)
+def at_prefill(rule, turn, *hit):
+    return choose_reads(PE_READS, turn, *hit)
 
 
-def at_decode(rule, turn, prefill, decode, hit_tokens, block_tokens):
-    return choose_reads(SIDES_IN_TURN, DE_SIDE, prefill, decode, hit_tokens, block_tokens)
+def at_decode(rule, turn, *hit):
+    return choose_reads(SIDES_IN_TURN, DE_SIDE, *hit)
 
 
 PATHS = {"pe-path": at_prefill, "de-path": at_decode, "split": choose_reads}

@@ -102,7 +102,7 @@ def curl(words: list[str]) -> bytes:
                 name, _, text = value.partition(": ")
                 headers[name] = text
             case "-d":
-                body = value
+                body = value.encode()
             case "-X":
                 method = value
             case _:
