@@ -13,18 +13,7 @@ async def run_until_broken(work: Awaitable[T], broken: "asyncio.Future[None]") -
     The cancelled work has ended when this returns.  If this call is cancelled, an exception of
     ``work`` is dropped: the caller waits for it no longer.
     """
-    task = asyncio.ensure_future(work)
-    watched: set[asyncio.Future[Any]] = {task, broken}
-    try:
-        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not task.done():
-            # Also if this call is cancelled again, while it waits here.
-            task.add_done_callback(_retrieve)
-            task.cancel()
-            await asyncio.wait({task})
-        else:
-            _retrieve(task)
+    task = await _run_until(work, broken)
     if task.cancelled() and broken.done():
         broken.result()
     return task.result()
@@ -35,19 +24,26 @@ async def run_until_done(work: Awaitable[None], done: "asyncio.Future[None]") ->
 
     Then the work is cancelled and has ended; an exception of ``done`` is left to its owner.
     """
+    task = await _run_until(work, done)
+    if not task.cancelled():
+        task.result()
+
+
+async def _run_until(work: Awaitable[T], other: "asyncio.Future[None]") -> "asyncio.Future[T]":
+    """Return the task of ``work``, which has ended; it is cancelled once ``other`` is done."""
     task = asyncio.ensure_future(work)
-    watched: set[asyncio.Future[None]] = {task, done}
+    watched: set[asyncio.Future[Any]] = {task, other}
     try:
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
     finally:
         if not task.done():
+            # Also if this call is cancelled again, while it waits here.
             task.add_done_callback(_retrieve)
             task.cancel()
             await asyncio.wait({task})
         else:
             _retrieve(task)
-    if not task.cancelled():
-        task.result()
+    return task
 
 
 #: Parts into which ``within_own_time`` divides its limit.
