@@ -1,8 +1,10 @@
 """A cluster has one version of the weights, whichever engines come, leave and register again."""
 
+import contextlib
+
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.unit.router_fakes import FakeEngine
 
@@ -112,6 +114,22 @@ def test_a_late_registration_of_a_former_data_plane_is_dropped() -> None:
     assert registry.admit(hello("p0")) is None
 
 
+def test_a_late_or_refused_registration_does_not_decide_the_weights() -> None:
+    registry = Registry()
+    join(registry, hello("p0", STEP_2, "p0-process.3"))
+    # Sent before the weights changed, and overtaken by the registration above.
+    assert registry.admit(hello("p0", STEP_1, "p0-process.2")) is None
+    assert registry.weights == STEP_2
+    join(registry, hello("p0", STEP_2, "p0-replacement"))
+    with pytest.raises(EngineRefusedError, match="one process at a time"):
+        registry.admit(hello("p0", STEP_1, "p0-process.4"))
+    with pytest.raises(EngineRefusedError, match="mode"):
+        registry.admit(msgspec.structs.replace(hello("p0", STEP_1, "p0-next"), mode="basic"))
+    assert registry.weights == STEP_2
+    with pytest.raises(EngineRefusedError, match="step-1"):
+        registry.admit(hello("p1", STEP_1))
+
+
 def test_a_replaced_process_stays_refused_with_its_next_data_plane() -> None:
     registry = Registry()
     join(registry, hello("p0"))
@@ -145,8 +163,8 @@ def test_only_a_lower_number_of_the_same_process_is_an_earlier_data_plane() -> N
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["p0", "p1", "d0"]),
-        st.sampled_from(["join", "leave", "lost", "require"]),
+        st.sampled_from(["p0", "d0"]),
+        st.sampled_from(["join", "resend", "leave", "lost", "require"]),
         st.sampled_from([LOADED, STEP_1, STEP_2]),
     ),
     max_size=40,
@@ -154,17 +172,29 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
+@example([("p0", "join", STEP_1), ("p0", "join", STEP_2), ("p0", "resend", STEP_1)])
 def test_engines_with_a_session_never_have_different_weights(events) -> None:
     registry = Registry()
     planes: dict[str, int] = {}
     weights_of: dict[str, str | msgspec.UnsetType] = {}
+    sent: dict[str, list[Register]] = {}
     for name, event, weights in events:
         state = registry.get(name)
-        if event == "join":
+        if event == "resend":
+            # The first registration that was sent with these weights arrives again, late.
+            for message in sent.get(name, ()):
+                if message.namespace.weights == weights:
+                    with contextlib.suppress(EngineRefusedError):
+                        if (admission := registry.admit(message)) is not None:
+                            admission.engine.machine.on(admission.event)
+                            weights_of[name] = weights
+                    break
+        elif event == "join":
             planes[name] = planes.get(name, 0) + 1
             epoch = f"{name}-process.{planes[name]}"
             role = Role.DECODE if name == "d0" else Role.PREFILL
             message = msgspec.structs.replace(hello(name, weights, epoch, role), group=role.value)
+            sent.setdefault(name, []).append(message)
             try:
                 join(registry, message)
             except EngineRefusedError:

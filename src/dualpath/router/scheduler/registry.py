@@ -353,6 +353,30 @@ class Admission(msgspec.Struct, frozen=True):
     former: EngineInfo
 
 
+def _is_late(engine: EngineState, hello: Register) -> bool:
+    """Whether the engine has registered again since this registration was sent."""
+    if is_earlier_data_plane(hello.address.epoch, engine.info.epoch):
+        return True
+    resent = hello.address.epoch == engine.info.epoch
+    return resent and hello.registration < engine.registration
+
+
+def _check_not_replaced(engine: EngineState, hello: Register) -> None:
+    """Raise ``EngineRefusedError`` if another process of the same name is present.
+
+    Two such processes would otherwise replace each other again and again; but once the later one is
+    lost, the earlier one may register.
+    """
+    epoch = hello.address.epoch
+    if engine.had_process(epoch) and engine.present:
+        raise EngineRefusedError(
+            ControlRefusal.REPLACED,
+            f"engine {engine.info.engine_id!r} in epoch {epoch} has been replaced by epoch "
+            f"{engine.info.epoch}, one process at a time may use an engine_id; stop one of the "
+            "two or give it an engine_id of its own",
+        )
+
+
 class _Index(Generic[K]):
     """Engines by a key that several of them share."""
 
@@ -429,29 +453,34 @@ class Registry:
         """
         if self._by_node:
             hello = msgspec.structs.replace(hello, group=node_group(hello))
+        engine_id = hello.address.engine_id
+        engine = self._engines.get(engine_id)
+        if engine is not None and _is_late(engine, hello):
+            return None
         ranks = self._starts.of(hello.dp.start) if hello.dp is not None else ()
         neighbours = [engine.info for engine in self._groups.of(hello.group)]
-        self._decide_weights(hello)
+        namespace = self._namespace_with(hello)
         try:
-            check_registration(hello, self.namespace, self.mode, self.adapters, ranks, neighbours)
+            check_registration(hello, namespace, self.mode, self.adapters, ranks, neighbours)
         except EngineRefusedError as error:
             if error.reason == ControlRefusal.WEIGHTS:
                 self._note_outdated(hello)
             raise
-        self.outdated.pop(hello.address.engine_id, None)
-        self.namespace = self.namespace or hello.namespace
-        self.mode = Mode(hello.mode)
-        self.adapters.learn(hello.adapters)
-        engine_id = hello.address.engine_id
-        engine = self._engines.get(engine_id)
         if engine is None:
             self._make_room(engine_id)
-            info = _info(hello, next(self._arrivals))
-            engine = self._engines[engine_id] = EngineState(info, hello.address, self._changed)
-            engine.registration = hello.registration
-            self._changed(engine)
-            return Admission(engine, Event.REGISTERS, engine.info)
-        return self._known(engine, hello)
+        else:
+            _check_not_replaced(engine, hello)
+        # Nothing has changed so far: a late or refused registration must not decide the weights.
+        self.namespace, self.mode = namespace or hello.namespace, Mode(hello.mode)
+        self.outdated.pop(engine_id, None)
+        self.adapters.learn(hello.adapters)
+        if engine is not None:
+            return self._known(engine, hello)
+        info = _info(hello, next(self._arrivals))
+        engine = self._engines[engine_id] = EngineState(info, hello.address, self._changed)
+        engine.registration = hello.registration
+        self._changed(engine)
+        return Admission(engine, Event.REGISTERS, engine.info)
 
     @property
     def weights(self) -> WeightsVersion | msgspec.UnsetType:
@@ -474,14 +503,16 @@ class Registry:
         """Let the next engine that registers without others decide the version again."""
         self._weights_required = False
 
-    def _decide_weights(self, hello: Register) -> None:
-        """Take the weights of an engine as those of the cluster, if no other engine is present."""
+    def _namespace_with(self, hello: Register) -> StoreNamespace | None:
+        """Return the cluster's namespace once this engine has joined.
+
+        Its weights are those of the engine if no other one is present.
+        """
         if self.namespace is None or self._weights_required:
-            return
+            return self.namespace
         others = self._present - {hello.address.engine_id}
         same = hello.namespace.with_weights(self.namespace.weights) == self.namespace
-        if same and not others:
-            self.namespace = hello.namespace
+        return hello.namespace if same and not others else self.namespace
 
     def _note_outdated(self, hello: Register) -> None:
         self.outdated.pop(hello.address.engine_id, None)
@@ -509,29 +540,16 @@ class Registry:
             self._in_session.pop(engine.last_session, None)
             self._restarted.pop(name, None)
 
-    def _known(self, engine: EngineState, hello: Register) -> Admission | None:
+    def _known(self, engine: EngineState, hello: Register) -> Admission:
         former, info = engine.info, _info(hello, engine.info.order)
-        if is_earlier_data_plane(info.epoch, former.epoch):
-            return None  # It was sent before its process opened its present data plane.
-        # Two processes of one name would otherwise replace each other again and again; but once the
-        # later one is lost, the earlier one may register.
-        if engine.had_process(info.epoch) and engine.present:
-            raise EngineRefusedError(
-                ControlRefusal.REPLACED,
-                f"engine {info.engine_id!r} in epoch {info.epoch} has been replaced by epoch "
-                f"{former.epoch}, one process at a time may use an engine_id; stop one of the "
-                "two or give it an engine_id of its own",
-            )
         if former.epoch != info.epoch:
             engine.restart(info, exclusive=self._exclusive_ids)
             event = Event.REPLACED if former.epoch in engine.unproven else Event.RESTARTED
         elif hello.registration > engine.registration:
             engine.info = info
             event = Event.REREGISTERS
-        elif hello.registration == engine.registration:
-            event = Event.REGISTER_RESENT
         else:
-            return None
+            event = Event.REGISTER_RESENT
         engine.registration, engine.address = hello.registration, hello.address
         self._changed(engine)
         return Admission(engine, event, former)
