@@ -463,6 +463,11 @@ class SimEngine:
     # ------------------------------------------------------------------ HTTP server
 
     @property
+    def changes_weights(self) -> bool:
+        """Whether it has begun to take other weights and has not joined again."""
+        return self.process.alive and self._leaving and not self._ending
+
+    @property
     def serves(self) -> bool:
         """Whether its server accepts connections."""
         return self.process.alive and self._admission is not None and not self._leaving

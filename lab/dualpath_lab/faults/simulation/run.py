@@ -269,12 +269,17 @@ _UPDATED_S = (0.1, 3.0)
 #: than the others.
 _TRAINER_S = 0.25
 _LATE_S = (0.0, 0.0, 0.05, 0.5)
+#: An engine whose core does not take the weights within this time is restarted, and when.
+_TRAINER_LIMIT_S = 8.0
+_RESTARTED_S = 0.5
 
 
 class Trainer:
     """Changes the weights of all engines at each of ``updates`` times, and those of late ones.
 
-    An engine that was restarted has the weights of its model; it gets the latest ones as well.
+    An engine that was restarted has the weights of its model; it gets the latest ones as well.  One
+    whose core hangs keeps its former weights and its session, so that no other engine may join with
+    later ones: the trainer restarts it, as it does when a call of vLLM's does not return.
     """
 
     def __init__(self, world: World, cluster: Cluster, updates: int) -> None:
@@ -282,6 +287,8 @@ class Trainer:
         self._cluster = cluster
         self.versions = tuple(f"step-{number}-{number:016x}" for number in range(1, updates + 1))
         self._latest = 0
+        #: When the present change of an engine began.
+        self._began_s: dict[SimEngine, float] = {}
         for _ in self.versions:
             world.after(world.chance.uniform(*_UPDATED_S), self._update)
         if updates:
@@ -306,8 +313,17 @@ class Trainer:
 
     def _tick(self) -> None:
         if self._latest:
+            self._restart_hanging()
             self._push()
         self._world.after(_TRAINER_S, self._tick)
+
+    def _restart_hanging(self) -> None:
+        self._began_s = {e: at for e, at in self._began_s.items() if e.changes_weights}
+        for engine, began_s in list(self._began_s.items()):
+            if self._world.now_s - began_s > _TRAINER_LIMIT_S:
+                self._world.note("trainer", f"restarts {engine.name}, which takes no weights")
+                del self._began_s[engine]
+                self._cluster.restart_engine(engine.engine_id, _RESTARTED_S)
 
     def _push(self) -> None:
         version = self.versions[self._latest - 1]
@@ -320,6 +336,8 @@ class Trainer:
         latest = version == self.versions[self._latest - 1]
         if latest and engine.settings.weights != version:
             engine.change_weights(version)
+            if engine.changes_weights:
+                self._began_s.setdefault(engine, self._world.now_s)
 
 
 #: Poll interval of the pump.  A real pump polls a thousand times a second; here it is woken when a
