@@ -87,7 +87,8 @@ from dualpath.router.waits import run_until_broken
 
 logger = logging.getLogger(__name__)
 
-#: A leg does not know how many tokens will be generated; the scheduler reserves HBM for so many.
+#: A leg does not know how many tokens will be generated; the scheduler reserves HBM for so many, or
+#: for those that the context still has room for.
 EXPECTED_NEW_TOKENS = 256
 REQUEST_ID_HEADER = "X-Request-Id"
 #: The ``kv_transfer_params`` of a request.
@@ -270,6 +271,8 @@ class TwoLegs:
 
     ``engine`` are the engine's settings; its ``two_leg_scheduler`` is the scheduler's address for
     front ends.  ``connection`` and ``clock`` are the link's, by default ZMQ and the loop's clock.
+    ``name`` is this process's at the scheduler, by default made of engine, machine and process;
+    ``new_name`` returns a name that no other process uses.
 
     Raises ``ConfigError`` for an address that cannot be, or one of another machine without a
     cluster secret.
@@ -280,17 +283,20 @@ class TwoLegs:
         engine: EngineSettings,
         connection: LinkConnection | None = None,
         clock: Callable[[], float] | None = None,
+        name: str = "",
+        new_name: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         self.engine_id = engine.engine_id
         self.role = engine.role
         connection = connection or ZmqLinkConnection(
             engine.two_leg_scheduler, load_secret(engine.cluster_secret_file)
         )
-        own = f"{engine.engine_id}@{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+        process = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+        self._new_name = new_name
         self._link = RemoteScheduling(
             connection,
-            own,
-            uuid.uuid4().hex,
+            name or f"{engine.engine_id}@{process}",
+            new_name(),
             clock or asyncio.get_running_loop().time,
             engine.two_leg_scheduler,
         )
@@ -362,10 +368,10 @@ class TwoLegs:
                     *(kv_hints.kv_hint.message_id, status, reason),
                 )
         return AttemptOrder(
-            attempt_id=f"leg-{uuid.uuid4().hex}",
+            attempt_id=f"leg-{self._new_name()}",
             number=1,
             prompt_tokens=len(prompt.token_ids),
-            max_new_tokens=EXPECTED_NEW_TOKENS,
+            max_new_tokens=self._expected_new_tokens(len(prompt.token_ids)),
             keys=keys,
             cacheable=prompt.cacheable,
             tenant=tenant_tag(prompt.cache_salt),
@@ -427,6 +433,14 @@ class TwoLegs:
             self._keys = namespace, KeyCache(namespace.geometry.block_tokens)
         keys = self._keys[1].keys(prompt.token_ids, KeyExtras(cache_salt=prompt.cache_salt))
         return tuple(keys), namespace.geometry.block_tokens
+
+    def _expected_new_tokens(self, prompt_tokens: int) -> int:
+        """Return for how many tokens that are generated HBM is reserved."""
+        engines = self._link.engines.alive(Role.DECODE)
+        room = [max((engine.hbm_tokens for engine in engines), default=0)]
+        if (context := self._link.engines.limit("max_model_len")) is not None:
+            room.append(context)
+        return max(1, min(EXPECTED_NEW_TOKENS, min(room) - prompt_tokens))
 
     def _check_fits(self, prompt_tokens: int, block_tokens: int) -> None:
         engines = self._link.engines.alive(Role.DECODE)

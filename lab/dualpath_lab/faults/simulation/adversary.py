@@ -61,6 +61,7 @@ class ClusterFeature(enum.Enum):
     FRONT_ENDS = enum.auto()
     UNITS = enum.auto()
     LEASE = enum.auto()
+    PROXIES = enum.auto()
 
 
 class FaultKind(msgspec.Struct, frozen=True):
@@ -223,6 +224,11 @@ class Adversary:
         """SIGKILL; the supervisor restarts it."""
         if (front_end := self._some_front_end()) is not None:
             front_end.kill()
+
+    def kill_proxy(self) -> None:
+        """SIGKILL of a proxy of others, perhaps between two legs; the supervisor restarts it."""
+        if proxies := self.cluster.proxies.alive:
+            self.world.chance.choice(proxies).kill()
 
     def kill_both(self) -> None:
         """SIGKILL of the router and a front end at once."""
@@ -420,6 +426,9 @@ FAULT_KINDS = (
         Component.ROUTERS,
         Adversary.kill_front_end,
         needs=ClusterFeature.FRONT_ENDS,
+    ),
+    FaultKind(
+        "kill a proxy", Component.NETWORK, Adversary.kill_proxy, needs=ClusterFeature.PROXIES
     ),
     FaultKind(
         "kill the router and a front end",
