@@ -19,6 +19,7 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.router.asgi import Message, Receive, Send, json_answer
 from dualpath.router.engine_calls import Job
 from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduling import HandedOver
 from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.wire import GenerateRequest
 from dualpath.router.two_legs import PASSED_ON_HEADER, LegParameters, Prompt
@@ -39,6 +40,7 @@ class Vllm:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.statuses: list[int] = []
         self.rendered: dict[str, Any] = {"token_ids": TOKENS, "cache_salt": None, "features": None}
+        self.answer: dict[str, Any] = {"choices": [{"text": "x"}], "usage": {}}
         self.gate: asyncio.Event | None = None
         self.entered, self.aborted = asyncio.Event(), asyncio.Event()
 
@@ -56,7 +58,7 @@ class Vllm:
             if self.gate is not None:
                 self.entered.set()
                 await self._abort_or(self.gate, receive)
-            answer = {"choices": [{"text": "x"}], "usage": {}}
+            answer = self.answer
         status = self.statuses.pop(0) if self.statuses else 200
         for one in json_answer(status, msgspec.json.encode(answer)):
             await send(one)
@@ -106,14 +108,26 @@ class Legs:
         self.waits: asyncio.Event | None = None
         self.cancelled = asyncio.Event()
         #: The engine that has the KV of a second leg, and whether it is lost.
-        self.other: EngineInfo | None = None
+        self.other: HandedOver | None = None
         self.lost = asyncio.Event()
+        self.withdrawn: list[HandedOver] = []
+        self.released: asyncio.Queue[LegParameters] = asyncio.Queue()
+        self.aborts = False
 
     async def until_lost(self, engine: EngineInfo) -> None:
         await self.lost.wait()
 
     async def stop(self) -> None:
         """There is no link."""
+
+    def withdraw(self, handed: HandedOver, reason: str) -> None:
+        self.withdrawn.append(handed)
+
+    async def release(self, params: LegParameters, request_id: str, reason: str) -> None:
+        self.released.put_nowait(params)
+
+    async def ends_aborted(self) -> bool:
+        return self.aborts
 
     async def prefill(
         self,
@@ -128,7 +142,7 @@ class Legs:
         await self._wait()
         return dict(FOR_SECOND) if await compute(PREFILL) else None
 
-    async def take(self, params: LegParameters, request_id: str) -> Taken | EngineInfo:
+    async def take(self, params: LegParameters, request_id: str) -> Taken | HandedOver:
         self.named.append((params, request_id))
         if self.error is not None:
             raise self.error
@@ -447,6 +461,8 @@ class Holder:
     def __init__(self) -> None:
         self.requests: list[tuple[dict[str, Any], dict[str, str]]] = []
         self.status = 200
+        #: Whether whole answers wait at the gate as well.
+        self.waits = False
         self.gate = asyncio.Event()
         self.entered, self.left = asyncio.Event(), asyncio.Event()
 
@@ -456,6 +472,9 @@ class Holder:
         self.requests.append((body, headers))
         origin = {PREFILL_HEADER: "transferred; leg-7"}
         if not body.get("stream"):
+            self.entered.set()
+            if self.waits:
+                await self.gate.wait()
             return web.json_response({"choices": []}, status=self.status, headers=origin)
         answer = web.StreamResponse(headers={**origin, "Content-Type": "text/event-stream"})
         await answer.prepare(request)
@@ -489,9 +508,10 @@ class Holder:
         )
         async with TestServer(app, handler_cancellation=True) as server:
             url = str(server.make_url("")).rstrip("/")
-            engine.legs.other = EngineInfo(
+            d1 = EngineInfo(
                 "d1", "epoch", Role.DECODE, "node", "group", url, HostProcess(), 1, 100, 100
             )
+            engine.legs.other = HandedOver("r", d1, DECODE)
             yield
         await engine.server.stop()
 
@@ -515,6 +535,7 @@ async def test_a_second_leg_is_passed_on_to_the_decode_engine_that_has_its_kv() 
         answer = await engine.post(body, **{PASSED_ON_HEADER: "d2"})
         assert answer.headers[PREFILL_HEADER] == "prefilled by p0 again"
         assert len(holder.requests) == 1
+        assert engine.legs.withdrawn == [], "the second leg of that KV may still come"
 
 
 async def test_a_second_leg_is_served_here_if_the_engine_that_has_its_kv_fails() -> None:
@@ -524,6 +545,7 @@ async def test_a_second_leg_is_served_here_if_the_engine_that_has_its_kv_fails()
         holder.status = 503
         answer = await engine.post(body)
         assert answer.headers[PREFILL_HEADER] == "prefilled by p0 again"
+        assert engine.legs.withdrawn == [engine.legs.other]
         holder.status = 404
         assert (await engine.post(body)).status_code == 404, "a refusal is an answer"
         assert len(holder.requests) == 2
@@ -571,6 +593,67 @@ async def test_a_client_that_leaves_a_leg_that_was_passed_on_ends_it_at_the_othe
         await call
         await holder.left.wait()
         assert engine.legs.taken == []
+
+
+async def test_kv_at_another_engine_is_released_when_the_client_leaves_before_an_answer() -> None:
+    engine, holder = Engine(Role.DECODE), Holder()
+    holder.waits = True
+    body = {"model": "m", "prompt": "t", "kv_transfer_params": SECOND}
+    async with holder.beside(engine), asyncio.timeout(GUARD_S):
+        async with engine.leaving(body) as leave:
+            await holder.entered.wait()
+            leave()
+        assert engine.legs.withdrawn == [engine.legs.other]
+
+
+ABORTED = {"choices": [{"text": "x", "finish_reason": "abort"}]}
+
+
+async def test_a_first_leg_that_vllm_aborts_for_a_trainer_is_answered_as_aborted() -> None:
+    for path, text in (("/v1/completions", "text"), ("/v1/chat/completions", "message")):
+        engine = Engine(Role.PREFILL)
+        engine.vllm.answer = ABORTED
+        body = {"model": "m", "prompt": "t", "messages": [], "kv_transfer_params": FIRST}
+        failed = await engine.post(body, path)
+        assert (failed.status_code, "send it again" in failed.text) == (503, True)
+        engine.legs.aborts = True
+        answer = (await engine.post(body, path)).json()
+        (choice,) = answer["choices"]
+        assert (choice["finish_reason"], text in choice) == ("abort", True)
+        # Its second leg, whose name is unknown, ends in the same way.
+        decode = Engine(Role.DECODE)
+        decode.legs.error = decode.legs.elsewhere = DeadlineError("no first leg")
+        decode.legs.aborts = True
+        body["kv_transfer_params"] = answer["kv_transfer_params"]
+        (choice,) = (await decode.post(body, path)).json()["choices"]
+        assert (choice["finish_reason"], text in choice) == ("abort", True)
+        streamed = await decode.post({**body, "stream": True}, path)
+        event, end, _ = streamed.text.split("\n\n")
+        (choice,) = msgspec.json.decode(event.removeprefix("data: "))["choices"]
+        assert (choice["finish_reason"], end) == ("abort", "data: [DONE]")
+        assert decode.vllm.completed == []
+
+
+async def test_a_first_leg_whose_engine_has_left_for_a_trainer_is_answered_as_aborted() -> None:
+    engine = Engine(Role.PREFILL)
+    engine.legs.error = EngineLostError("e is paused for its trainer")
+    engine.legs.aborts = True
+    body = {"model": "m", "prompt": "text", "kv_transfer_params": FIRST}
+    answer = await engine.post(body)
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_several_answers_are_computed_here_at_once_and_the_kv_of_the_leg_is_released() -> (
+    None
+):
+    engine = Engine(Role.DECODE)
+    body = {"model": "m", "prompt": "text", "n": 2, "kv_transfer_params": SECOND}
+    answer = await engine.post(body)
+    assert answer.headers[PREFILL_HEADER].startswith("here; n is 2")
+    async with asyncio.timeout(GUARD_S):
+        assert (await engine.legs.released.get()).remote_request_id == "r"
+    assert engine.legs.named == []
 
 
 async def test_both_legs_of_sglangs_routers_carry_a_room() -> None:

@@ -22,7 +22,8 @@ Leg 1's answer carries the attempt's own name as ``remote_request_id``: no other
 Leg 1 names the DE of leg 2 if the proxy has chosen it by then: as ``remote_engine_id``, or by its
 address in the X-Request-Id, where vLLM's router writes it.  Other proxies choose the DE after leg
 1, and most of them do not read in leg 1's answer which DE has the KV.  ``take`` returns that DE
-then, and the DE that got leg 2 passes it on.
+then, and the DE that got leg 2 passes it on.  Once that leg is over without that DE, ``withdraw``
+releases what the attempt holds there.
 
 If no DE has the KV any more (``take`` raises), the DE's front end begins that leg again, as an
 attempt that only this DE may serve and of which it runs the first leg itself
@@ -51,6 +52,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import (
     BadRequestError,
     DeadlineError,
+    DualPathError,
     EngineLostError,
     PromptTooLongError,
     TransportError,
@@ -79,7 +81,13 @@ from dualpath.router.scheduler.remote import (
     TakenAttempt,
     ZmqLinkConnection,
 )
-from dualpath.router.scheduling import AttemptEvent, AttemptOrder, Placed, RequestOrder
+from dualpath.router.scheduling import (
+    AttemptEvent,
+    AttemptOrder,
+    HandedOver,
+    Placed,
+    RequestOrder,
+)
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.client import TokenApi
 from dualpath.router.token_api.wire import GenerateRequest
@@ -310,6 +318,10 @@ class TwoLegs:
         """Leave the scheduler; idempotent."""
         await self._link.stop()
 
+    async def ends_aborted(self) -> bool:
+        """Return whether legs that fail end as aborted, because a trainer has asked for that."""
+        return await self._link.ends_aborted()
+
     # ------------------------------------------------------------------ leg 1
 
     async def prefill(
@@ -476,11 +488,12 @@ class TwoLegs:
             alive = known.waits() or known.live(engine.engine_id, engine.epoch) is not None
             absent_s = 0.0 if alive else absent_s + REGISTER_INTERVAL_S
 
-    async def take(self, params: LegParameters, request_id: str) -> SecondLeg | EngineInfo:
-        """Return the attempt that a second leg continues at this DE, or the DE that has its KV.
+    async def take(self, params: LegParameters, request_id: str) -> SecondLeg | HandedOver:
+        """Return the attempt that a second leg continues at this DE, or where its KV is.
 
         The caller calls ``decoding_started`` when the DE generates, ``decoded`` after its last
-        token, and ``close`` in any case.  Raises an error of ``core.errors`` with the reason if
+        token, and ``close`` in any case; or ``withdraw`` if the leg ends without the other DE.
+        Raises an error of ``core.errors`` with the reason if
         there is none.
         """
         self._check_role(Role.DECODE, "second")
@@ -493,7 +506,7 @@ class TwoLegs:
         # Not long: without the scheduler the prompt is computed here.
         await self._link.wait_for_engines(0, 1, _LIMITS.first_leg_timeout_s)
         attempt = await self._link.take(name, self.engine_id)
-        if isinstance(attempt, EngineInfo):
+        if isinstance(attempt, HandedOver):
             return attempt
         try:
             attempt.check()
@@ -501,6 +514,22 @@ class TwoLegs:
             attempt.close("its engine is lost")
             raise
         return _TakenLeg(attempt, params.remote_prefill_cached_tokens)
+
+    def withdraw(self, handed: HandedOver, reason: str) -> None:
+        """Release an attempt at another DE, unless that one has taken it; idempotent."""
+        self._link.withdraw(handed, reason)
+
+    async def release(self, params: LegParameters, request_id: str, reason: str) -> None:
+        """Release what a second leg would have continued, which its DE computes without it.
+
+        Waits for its first leg as ``take`` does.
+        """
+        with contextlib.suppress(DualPathError):
+            leg = await self.take(params, request_id)
+            if isinstance(leg, HandedOver):
+                self.withdraw(leg, reason)
+            else:
+                leg.close(reason)
 
     async def prefill_elsewhere(
         self,

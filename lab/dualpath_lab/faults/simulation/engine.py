@@ -300,8 +300,9 @@ _POLL_S = 0.05
 class SimEngine:
     """An engine from the start of its process to its end; ``name`` has the number of the start.
 
-    Its first rank runs in ``process``; the other ranks are ``followers``.  ``unit`` has the networks
-    of its scheduler.  ``start_failed`` is called if it has ended because it cannot use its storage.
+    Its first rank runs in ``process``; the other ranks are ``followers``.  ``unit`` has the
+    networks of its scheduler.  ``start_failed`` is called if it has ended because it cannot use its
+    storage.
     """
 
     def __init__(
@@ -479,8 +480,8 @@ class SimEngine:
 
     def serve(self, body: bytes, call: Call) -> None:
         """Accept a request on a thread of its own, or a leg in the loop of the server of legs."""
-        if self.legs is not None and call.path == PATH:
-            self.process.step(lambda: self.legs and self.legs.serve(body, call))
+        if (legs := self.legs) is not None and call.path == PATH:
+            self.process.step(lambda: legs.serve(body, call))
             return
         self._on_thread("api", lambda: self._accept(body, call))
 

@@ -83,8 +83,9 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     the number of turns of each from ``turns`` and every pause between two turns from ``pauses_s``.
     ``salts`` are the agents' cache salts, in turn; with several of them every two agents send the
     same prompts.  ``tenant_quota_blocks`` above 0 limits the stored blocks of each salt.
-    ``proxies`` are those of others, which send the legs of requests to engines.  ``proc`` is what ``/proc`` shows on the first machine, where the router is.  A trainer changes
-    the weights of all engines ``weight_updates`` times.
+    ``proxies`` are those of others, which send the legs of requests to engines.  ``proc`` is what
+    ``/proc`` shows on the first machine, where the router is.  A trainer changes the weights of all
+    engines ``weight_updates`` times.
     """
 
     mode: Mode

@@ -180,7 +180,7 @@ class _Computation:
         self._loop = loop
         self._request = request
         self._answers: asyncio.Queue[Answer] = asyncio.Queue()
-        self._aborted = False
+        self._aborted = asyncio.Event()
         self._abort: Callable[[], None] | None = None
         # The name of a thread that computes: it hangs with the engine's core.
         name = engine.settings.engine.role.value
@@ -199,8 +199,8 @@ class _Computation:
 
     def abort(self) -> None:
         """Abort it, even if it has ended."""
-        if not self._aborted:
-            self._aborted = True
+        if not self._aborted.is_set():
+            self._aborted.set()
             if self._abort is not None:
                 self._engine.threads.start("abort", self._abort)
 
@@ -211,7 +211,7 @@ class _Computation:
 
     def _compute(self) -> None:
         admission = self._engine.admission
-        if admission is None or self._aborted:
+        if admission is None or self._aborted.is_set():
             self._deliver(Answer(finish_reason="abort"))
             return
         given = self._request
@@ -234,7 +234,7 @@ class _Computation:
                 self._compute_alone(request)
             return
         self._abort = admission.submit(request, transfer, prefix, self._deliver)
-        if self._aborted:
+        if self._aborted.is_set():
             self._abort()
 
     def _compute_alone(self, request: GenerateRequest[Sampling]) -> None:
@@ -249,7 +249,7 @@ class _Computation:
         self._engine.threads.sleep(costs.prefill.batch_s)
         for left in reversed(range(count)):
             self._engine.threads.sleep(costs.decode.step_s)
-            if self._aborted:
+            if self._aborted.is_set():
                 return
             token = prefix.next_token
             prefix.append(token)
