@@ -230,6 +230,30 @@ class Adversary:
         if proxies := self.cluster.proxies.alive:
             self.world.chance.choice(proxies).kill()
 
+    def end_between_legs(self, polls: int = _CALL_POLLS) -> None:
+        """SIGKILL of the router or an engine while the KV of a first leg waits for the second."""
+        router = self.cluster.router
+        if not router.serves or not router.service.scheduler.handovers.offered:
+            if polls:
+                again = functools.partial(self.end_between_legs, polls - 1)
+                self.world.after(_CALL_POLL_S, again)
+            return
+        decoding = {
+            offered.decode_engine.engine_id
+            for offered in router.service.scheduler.handovers.offered
+        }
+        victims = sorted(decoding & self.cluster.engines.keys())
+        prefilling = [
+            name
+            for name, engine in sorted(self.cluster.engines.items())
+            if engine.settings.engine.role is Role.PREFILL
+        ]
+        victim = self.world.chance.choice([*victims, *victims, *prefilling, None])
+        if victim is None:
+            self.kill_router()
+        elif self.cluster.engines[victim].process.alive:
+            self.cluster.restart_engine(victim, self._pause_s())
+
     def kill_both(self) -> None:
         """SIGKILL of the router and a front end at once."""
         self.kill_router()
@@ -429,6 +453,12 @@ FAULT_KINDS = (
     ),
     FaultKind(
         "kill a proxy", Component.NETWORK, Adversary.kill_proxy, needs=ClusterFeature.PROXIES
+    ),
+    FaultKind(
+        "kill an engine or the router between two legs",
+        Component.ENGINES,
+        Adversary.end_between_legs,
+        needs=ClusterFeature.PROXIES,
     ),
     FaultKind(
         "kill the router and a front end",

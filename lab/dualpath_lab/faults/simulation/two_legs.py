@@ -436,6 +436,7 @@ class SimProxy(ClientEndpoint):
             firsts, params = await self._first_legs(job, way, name, decode, start, end_s)
             if way.follows and firsts:
                 decode = params[PARAMETERS]["remote_engine_id"]
+            self._world.maybe_fault()
             if not way.seconds:
                 self._never_sent.append(params)
                 raise _AbandonedError

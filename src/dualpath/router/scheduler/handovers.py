@@ -91,6 +91,11 @@ class Handovers:
         """Return how many offers, waiting second legs and running first legs there are."""
         return len(self._offers) + len(self._waiting) + len(self._first_legs)
 
+    @property
+    def offered(self) -> list[Offered]:
+        """The attempts that wait for their second legs."""
+        return [offer.offered for offer in self._offers.values()]
+
     def first_leg_began(self, name: str, attempt_id: str) -> None:
         """An attempt begins that will be offered under this name."""
         self._first_legs[name] = self._first_legs.get(name, 0) + 1
