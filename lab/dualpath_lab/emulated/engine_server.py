@@ -220,8 +220,8 @@ class EngineServer:
         self._bridge = LoopBridge(asyncio.get_running_loop())
         self._calls = OpenCallList()
         takes_legs = settings.engine.two_leg_scheduler
-        self._legs = TwoLegs(settings.engine) if takes_legs else None
         self._api = TokenApiClient(engine_headers())
+        self._legs = TwoLegs(settings.engine, api=self._api) if takes_legs else None
         self._engine_id = settings.engine.engine_id
 
     async def run_legs(self, app: web.Application) -> AsyncIterator[None]:

@@ -29,6 +29,10 @@ If no DE has the KV any more (``take`` raises), the DE's front end begins that l
 attempt that only this DE may serve and of which it runs the first leg itself
 (``prefill_elsewhere``): what the first leg has stored are hits.
 
+An engine reports its own calls that are silent to the scheduler, which judges by the engine's
+reports whether its core still makes steps; a prefill at another engine is watched as a router does
+(``requests.call_watch``).
+
 Names come from outside, so an engine compares the prompt that it was sent with the prompt of the KV
 that it is to use (``core.transfers.prompt_digest``).  What no leg uses is released after a limit.
 """
@@ -42,7 +46,7 @@ import re
 import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -69,16 +73,15 @@ from dualpath.core.transfers import (
 )
 from dualpath.engine.settings import EngineSettings
 from dualpath.node.cluster_secret import load_secret
-from dualpath.router.engine_calls import Job
+from dualpath.router.engine_calls import Job, OpenCalls
 from dualpath.router.engines import EngineInfo
+from dualpath.router.requests.call_watch import CallWatch, OpenCall
 from dualpath.router.requests.request import check_salt
 from dualpath.router.scheduler.remote import (
     REGISTERED_AGAIN_S,
     LinkConnection,
     RemoteAttempt,
-    RemoteRequest,
     RemoteScheduling,
-    TakenAttempt,
     ZmqLinkConnection,
 )
 from dualpath.router.scheduling import (
@@ -184,28 +187,42 @@ async def _deadline(name: str) -> AsyncIterator[None]:
         ) from error
 
 
-class SecondLeg(Protocol):
+class SecondLeg:
     """An attempt with its prompt's KV in this DE's buffer.
 
     ``transfer`` is what the DE has to know, ``hit_tokens`` of the prompt were loaded instead of
-    computed (None: unknown), ``origin`` is a text about where the KV comes from.
+    computed (None: unknown), ``origin`` is a text about where the KV comes from.  ``watched`` is
+    the watch of the DE's call, ``ended`` is called at the end.
     """
 
-    transfer: DecodeTransfer
-    hit_tokens: int | None
-    origin: str
+    def __init__(
+        self,
+        attempt: RemoteAttempt,
+        transfer: DecodeTransfer,
+        hit_tokens: int | None,
+        origin: str,
+        watched: contextlib.AbstractContextManager[OpenCall],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.transfer, self.hit_tokens, self.origin = transfer, hit_tokens, origin
+        self._attempt = attempt
+        self._end = contextlib.ExitStack()
+        self._end.callback(ended)
+        self._call = self._end.enter_context(watched)
 
     def decoding_started(self) -> None:
-        """The DE generates."""
-        ...
+        """The DE generates: called with each of its tokens."""
+        self._call.heard()
+        self._attempt.decoding_started()
 
     async def decoded(self) -> None:
         """The DE has generated the last token: wait for its earlier reports."""
-        ...
+        await self._attempt.decoded()
 
     def close(self, reason: str) -> None:
         """Release everything; idempotent."""
-        ...
+        self._attempt.close(reason)
+        self._end.close()
 
 
 #: Stands for the job of a call that has none: only its trace headers would be used.
@@ -229,39 +246,6 @@ async def prefill_at(
     await api.generate(engine, _NO_JOB, call)
 
 
-class _TakenLeg:
-    """The ``SecondLeg`` of a first leg that another engine has run."""
-
-    def __init__(self, attempt: TakenAttempt, hit_tokens: int | None) -> None:
-        self.transfer, self.hit_tokens = attempt.transfer, hit_tokens
-        self.origin = f"transferred; {attempt.order.attempt_id}"
-        self.decoding_started, self.decoded = attempt.decoding_started, attempt.decoded
-        self.close = attempt.close
-
-
-class _OwnLeg:
-    """The ``SecondLeg`` of a first leg that this engine has run, at another engine."""
-
-    def __init__(
-        self,
-        request: RemoteRequest,
-        attempt: RemoteAttempt,
-        transfer: DecodeTransfer,
-        hit_tokens: int,
-        prefill: str,
-    ) -> None:
-        self.transfer = transfer
-        self.hit_tokens: int | None = hit_tokens
-        self.origin = f"prefilled by {prefill} again"
-        self.decoding_started, self.decoded = attempt.decoding_started, attempt.decoded
-        self._request, self._attempt = request, attempt
-
-    def close(self, reason: str) -> None:
-        """Release everything; idempotent."""
-        self._attempt.close(reason)
-        self._request.end()
-
-
 class _FirstLeg:
     """The ``AttemptListener`` of a first leg: where it was placed."""
 
@@ -279,6 +263,7 @@ class TwoLegs:
 
     ``engine`` are the engine's settings; its ``two_leg_scheduler`` is the scheduler's address for
     front ends.  ``connection`` and ``clock`` are the link's, by default ZMQ and the loop's clock.
+    ``api`` asks other engines for their calls.
     ``name`` is this process's at the scheduler, by default made of engine, machine and process;
     ``new_name`` returns a name that no other process uses.
 
@@ -291,6 +276,7 @@ class TwoLegs:
         engine: EngineSettings,
         connection: LinkConnection | None = None,
         clock: Callable[[], float] | None = None,
+        api: TokenApi | None = None,
         name: str = "",
         new_name: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
@@ -308,6 +294,14 @@ class TwoLegs:
             clock or asyncio.get_running_loop().time,
             engine.two_leg_scheduler,
         )
+        self._api = api
+        self._watch = CallWatch(
+            self._open_calls,
+            _LIMITS.call_silence_s,
+            _LIMITS.inquiry_timeout_s,
+            self._link.call_waits,
+            lambda: None,
+        )
         self._keys: tuple[StoreNamespace, KeyCache] | None = None
 
     def start(self) -> None:
@@ -316,7 +310,17 @@ class TwoLegs:
 
     async def stop(self) -> None:
         """Leave the scheduler; idempotent."""
+        await self._watch.stop()
         await self._link.stop()
+
+    async def _open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """Return the calls that another engine's server has; None for the own one, which has all.
+
+        Raises ``EngineLostError`` if that server does not answer.
+        """
+        if engine.engine_id == self.engine_id or self._api is None:
+            return None
+        return await self._api.open_calls(engine)
 
     async def ends_aborted(self) -> bool:
         """Return whether legs that fail end as aborted, because a trainer has asked for that."""
@@ -403,7 +407,11 @@ class TwoLegs:
                 async def life() -> int | None:
                     transfer = (await attempt.prepare()).prefill
                     assert transfer is not None, "the PE of the first leg computes the prompt"
-                    if not await compute(transfer):
+                    assert heard.placed is not None, "an attempt with a transfer is placed"
+                    assert heard.placed.prefill is not None, "so it has a PE"
+                    with self._watch.watch(heard.placed.prefill, order.attempt_id):
+                        succeeded = await compute(transfer)
+                    if not succeeded:
                         await attempt.prefill_aborted()
                         return None
                     hit_tokens = (await attempt.prefilled()).account.hit_tokens
@@ -513,7 +521,13 @@ class TwoLegs:
         except (EngineLostError, TransportError):
             attempt.close("its engine is lost")
             raise
-        return _TakenLeg(attempt, params.remote_prefill_cached_tokens)
+        return SecondLeg(
+            attempt,
+            attempt.transfer,
+            params.remote_prefill_cached_tokens,
+            f"transferred; {attempt.order.attempt_id}",
+            self._watch.watch(attempt.engine, attempt.order.attempt_id),
+        )
 
     def withdraw(self, handed: HandedOver, reason: str) -> None:
         """Release an attempt at another DE, unless that one has taken it; idempotent."""
@@ -551,18 +565,25 @@ class TwoLegs:
         try:
             attempt = begun = request.attempt(order, heard)
 
-            async def life() -> tuple[DecodeTransfer, str, int]:
+            async def life() -> SecondLeg:
                 prepared, placed = await begun.prepare(), heard.placed
                 assert placed is not None, "an attempt with transfers is placed"
                 assert placed.prefill is not None, "an attempt with a given DE has a PE"
                 assert prepared.prefill is not None, "so it has a transfer for the PE"
-                await compute(placed.prefill, prepared.prefill)
+                with self._watch.watch(placed.prefill, order.attempt_id) as call:
+                    await run_until_broken(compute(placed.prefill, prepared.prefill), call.broken)
                 hit_tokens = (await begun.prefilled()).account.hit_tokens
-                return prepared.decode, placed.prefill.engine_id, hit_tokens
+                return SecondLeg(
+                    begun,
+                    prepared.decode,
+                    hit_tokens,
+                    f"prefilled by {placed.prefill.engine_id} again",
+                    self._watch.watch(placed.decode, order.attempt_id),
+                    request.end,
+                )
 
             async with _deadline(order.attempt_id):
-                transfer, prefill, hit_tokens = await run_until_broken(life(), begun.broken)
-            leg = _OwnLeg(request, begun, transfer, hit_tokens, prefill)
+                leg = await run_until_broken(life(), begun.broken)
             return leg
         except Exception as error:
             reason = f"failed: {error}"

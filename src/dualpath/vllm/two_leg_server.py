@@ -183,7 +183,7 @@ class TwoLegServer:
         self._api = api or TokenApiClient(engine_headers())
         self._role = settings.role
         self._adapters = frozenset(settings.lora_modules)
-        self._legs = legs or TwoLegs(settings)
+        self._legs = legs or TwoLegs(settings, api=self._api)
         self._releasing: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:

@@ -325,12 +325,14 @@ class Adversary:
             call = self.world.chance.choice(calls)
             direction = self.world.chance.choice(tuple(Direction))
             call.cut.add(direction)
+            self.cluster.shared.silenced = True
             self.world.note("network", f"drops a call to an engine, {direction.name}")
 
     def silence_server(self) -> Callable[[], None] | None:
         """Drop the packets of an engine's HTTP server in one direction or both."""
         engine = self.cluster.engines[self._some_engine()]
         directions = self.world.chance.choice((tuple(Direction), *((d,) for d in Direction)))
+        self.cluster.shared.silenced = True
         names = ", ".join(direction.name for direction in directions)
         self.world.note(engine.name, f"packets of its HTTP server are dropped: {names}")
         return self._perhaps_long(engine, self.cluster.shared.http.drop(engine, directions))
@@ -388,6 +390,7 @@ class Adversary:
     def hanging_transfers(self) -> Callable[[], None]:
         """Make a transfer last longer than all time-outs."""
         faults = self.cluster.shared.transfer_faults
+        self.cluster.shared.silenced = True
         faults.stall_s = _HANG_S
         self.transfer_hangs = True
         return self.set(faults, "to_stall", 1)

@@ -51,14 +51,15 @@ class SimLegs:
         self._engine = engine
         self._numbers = itertools.count()
         self.loop = ProcessLoop(engine.process)  # type: ignore[abstract]
+        api = SimTokenApi(engine.shared.http, self.loop, lambda called: None)
         self.legs = TwoLegs(
             engine.settings.engine,
             SimLink(links, self.loop),
             self.loop.time,
+            api,
             name=f"legs of {engine.name}",
             new_name=self._new_name,
         )
-        api = SimTokenApi(engine.shared.http, self.loop, lambda called: None)
         app = SimVllm(engine, self.loop)
         settings = engine.settings.engine
         self.server = TwoLegServer(app, settings, self.legs, api)  # type: ignore[arg-type]
@@ -403,6 +404,8 @@ class SimProxy(ClientEndpoint):
                 pass
             except (EngineLostError, TimeoutError) as error:
                 why = str(error) or f"no answer within {_LEGS_S:g} s"
+                if isinstance(error, TimeoutError) and not self._shared.silenced:
+                    self._world.problem(f"{job.request_id}, {way.name}: {why}")
                 self._world.note(job.request_id, f"a leg has failed: {why}")
                 self.failures.append(f"{job.request_id}, {way.name}: {why}")
             finally:

@@ -17,10 +17,10 @@ stopped, counts as one tick: what has arrived meanwhile is still unread.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from dualpath.core.errors import DualPathError, EngineLostError
-from dualpath.router.engine_calls import EngineCalls, OpenCalls
+from dualpath.router.engine_calls import OpenCalls
 from dualpath.router.engines import EngineInfo
 from dualpath.router.waits import within_own_time
 
@@ -59,20 +59,21 @@ class OpenCall:
 class CallWatch:
     """The calls of one front end that are open.
 
-    ``silence_s`` without a byte leads to an inquiry, which has to be answered within ``answer_s``.
+    ``silence_s`` without a byte leads to an inquiry, which has to be answered within ``answer_s``:
+    ``open_calls`` returns the calls that an engine's server has, None if it does not report them.
     ``call_waits`` gets the engine of a silent call that its server has, and for how many seconds
     the call has been silent; ``broken_off`` is called for each call that ends.
     """
 
     def __init__(
         self,
-        calls: EngineCalls,
+        open_calls: Callable[[EngineInfo], Awaitable[OpenCalls | None]],
         silence_s: float,
         answer_s: float,
         call_waits: Callable[[EngineInfo, float], None],
         broken_off: Callable[[], None],
     ) -> None:
-        self._calls = calls
+        self._open_calls = open_calls
         self._tick_s = silence_s / _TICKS
         self._answer_s = answer_s
         self._call_waits = call_waits
@@ -124,7 +125,7 @@ class CallWatch:
         silent = [call for call in self._open.get(writer, ()) if call.silent_ticks >= _TICKS]
         before = {call: call.silent_ticks for call in self._open.get(writer, ())}
         try:
-            served = await within_own_time(self._calls.open_calls(engine), self._answer_s)
+            served = await within_own_time(self._open_calls(engine), self._answer_s)
         except (DualPathError, TimeoutError) as error:
             now = self._open.get(writer, {})
             if all(call.silent_ticks >= ticks for call, ticks in before.items() if call in now):

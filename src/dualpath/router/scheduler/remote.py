@@ -341,7 +341,7 @@ class RemoteAttempt:
 class TakenAttempt(RemoteAttempt):
     """An attempt for its second leg: another front end has run the first one.
 
-    ``transfer`` is what its decode engine has to know.
+    ``transfer`` is what its decode engine, ``engine``, has to know.
     """
 
     def __init__(self, link: "RemoteScheduling", handed: HandedOver) -> None:
@@ -349,7 +349,7 @@ class TakenAttempt(RemoteAttempt):
         order = AttemptOrder(transfer.request_id, 1, transfer.prompt_tokens, 1, ())
         super().__init__(link, order, _Unnoted())
         self.transfer = transfer
-        self.decode_engine = handed.decode
+        self.engine = self.decode_engine = handed.decode
         self._request_id = handed.request_id
 
     def close(self, reason: str) -> None:
