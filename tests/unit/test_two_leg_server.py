@@ -42,6 +42,8 @@ class Vllm:
         self.rendered: dict[str, Any] = {"token_ids": TOKENS, "cache_salt": None, "features": None}
         self.answer: dict[str, Any] = {"choices": [{"text": "x"}], "usage": {}}
         self.gate: asyncio.Event | None = None
+        #: Whether an answer begins before the gate.
+        self.begins = False
         self.entered, self.aborted = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -56,6 +58,10 @@ class Vllm:
             answer: Any = self.rendered if chat else [self.rendered]
         else:
             if self.gate is not None:
+                if self.begins:
+                    await send({"type": "http.response.start", "status": 200, "headers": []})
+                    event = {"type": "http.response.body", "body": b"data: 1\n\n"}
+                    await send({**event, "more_body": True})
                 self.entered.set()
                 await self._abort_or(self.gate, receive)
             answer = self.answer
@@ -85,12 +91,17 @@ class Taken:
         self.transfer = DECODE
         self.origin, self.hit_tokens = origin, hit_tokens
         self.calls: list[str] = []
+        self.lost = asyncio.Event()
 
     def decoding_started(self) -> None:
         self.calls.append("decoding")
 
     async def decoded(self) -> None:
         self.calls.append("decoded")
+
+    async def stalls(self) -> None:
+        await self.lost.wait()
+        raise EngineLostError("engine e is lost: its core hangs")
 
     def close(self, reason: str) -> None:
         self.calls.append(reason)
@@ -642,6 +653,23 @@ async def test_a_first_leg_whose_engine_has_left_for_a_trainer_is_answered_as_ab
     answer = await engine.post(body)
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_second_leg_whose_engine_hangs_ends_with_an_error(stream: bool) -> None:
+    engine = Engine(Role.DECODE)
+    engine.vllm.gate, engine.vllm.begins = asyncio.Event(), stream
+    body = {"model": "m", "prompt": "t", "stream": stream, "kv_transfer_params": SECOND}
+    async with asyncio.timeout(GUARD_S):
+        call = asyncio.create_task(engine.post(body))
+        await engine.vllm.entered.wait()
+        (taken,) = engine.legs.taken
+        taken.lost.set()
+        answer = await call
+    assert answer.status_code == (200 if stream else 503)
+    assert "engine e is lost" in answer.text
+    assert taken.calls[-1] == "failed"
+    assert len(engine.vllm.completed) == 1, "its engine does not compute it once more"
 
 
 async def test_several_answers_are_computed_here_at_once_and_the_kv_of_the_leg_is_released() -> (

@@ -75,7 +75,7 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.node.cluster_secret import load_secret
 from dualpath.router.engine_calls import Job, OpenCalls
 from dualpath.router.engines import EngineInfo
-from dualpath.router.requests.call_watch import CallWatch, OpenCall
+from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import check_salt
 from dualpath.router.scheduler.remote import (
     REGISTERED_AGAIN_S,
@@ -191,8 +191,8 @@ class SecondLeg:
     """An attempt with its prompt's KV in this DE's buffer.
 
     ``transfer`` is what the DE has to know, ``hit_tokens`` of the prompt were loaded instead of
-    computed (None: unknown), ``origin`` is a text about where the KV comes from.  ``watched`` is
-    the watch of the DE's call, ``ended`` is called at the end.
+    computed (None: unknown), ``origin`` is a text about where the KV comes from.  ``watch`` watches
+    the call of ``engine``, the DE, until the end, when ``ended`` is called.
     """
 
     def __init__(
@@ -201,14 +201,15 @@ class SecondLeg:
         transfer: DecodeTransfer,
         hit_tokens: int | None,
         origin: str,
-        watched: contextlib.AbstractContextManager[OpenCall],
+        watch: CallWatch,
+        engine: EngineInfo,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
         self.transfer, self.hit_tokens, self.origin = transfer, hit_tokens, origin
-        self._attempt = attempt
+        self._attempt, self._watch = attempt, watch
         self._end = contextlib.ExitStack()
         self._end.callback(ended)
-        self._call = self._end.enter_context(watched)
+        self._call = self._end.enter_context(watch.watch(engine, transfer.request_id))
 
     def decoding_started(self) -> None:
         """The DE generates: called with each of its tokens."""
@@ -218,6 +219,16 @@ class SecondLeg:
     async def decoded(self) -> None:
         """The DE has generated the last token: wait for its earlier reports."""
         await self._attempt.decoded()
+
+    async def stalls(self) -> None:
+        """Raise ``EngineLostError`` when the DE is lost and has sent nothing for a while.
+
+        A DE that the scheduler has lost may decode all the same; one whose core hangs does not.
+        """
+        await asyncio.wait({self._attempt.broken})
+        while (silent_s := self._watch.silent_s(self._call)) < _LIMITS.core_timeout_s:
+            await asyncio.sleep(_LIMITS.core_timeout_s - silent_s)
+        self._attempt.check()
 
     def close(self, reason: str) -> None:
         """Release everything; idempotent."""
@@ -526,7 +537,8 @@ class TwoLegs:
             attempt.transfer,
             params.remote_prefill_cached_tokens,
             f"transferred; {attempt.order.attempt_id}",
-            self._watch.watch(attempt.engine, attempt.order.attempt_id),
+            self._watch,
+            attempt.engine,
         )
 
     def withdraw(self, handed: HandedOver, reason: str) -> None:
@@ -578,7 +590,7 @@ class TwoLegs:
                     prepared.decode,
                     hit_tokens,
                     f"prefilled by {placed.prefill.engine_id} again",
-                    self._watch.watch(placed.decode, order.attempt_id),
+                    *(self._watch, placed.decode),
                     request.end,
                 )
 

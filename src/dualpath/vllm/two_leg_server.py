@@ -510,29 +510,39 @@ def _last_event(error: DualPathError) -> bytes:
 async def _run(
     leg: SecondLeg, forward: Callable[[Send], Awaitable[None]], send: Send
 ) -> int | None:
-    """Run the decode; return the status of an answer that was not sent, as vLLM has failed."""
-    reason, ended = "failed", False
+    """Run the decode; return the status of an answer that was not sent, as vLLM has failed.
+
+    Raises ``EngineLostError`` if the engine is lost before its answer has begun.
+    """
+    reason, began, ended = "failed", False, False
     failed: int | None = None
     sending = _with_header(send, leg.origin)
 
     async def passing(message: Message) -> None:
-        nonlocal failed, ended
+        nonlocal failed, began, ended
         failed = failed or _server_error(message)
         if failed is None:
             if message.get("body"):
                 leg.decoding_started()
+            began = True
             await sending(message)
             ended = message["type"] == "http.response.body" and not message.get("more_body")
 
+    stalls: asyncio.Future[None] = asyncio.ensure_future(leg.stalls())
     try:
-        await forward(passing)
+        await run_until_broken(forward(passing), stalls)
         if ended:
             await leg.decoded()
             reason = "finished"
     except DualPathError as error:
-        # The client has its answer; only the reports of the engine are late.
+        # If it has ended, the client has its answer: only the reports of the engine are late.
         logger.warning("request %s: %s", leg.transfer.request_id, error)
+        if not began:
+            raise
+        if not ended:
+            await send({"type": "http.response.body", "body": _last_event(error)})
     finally:
+        stalls.cancel()
         leg.close(reason)
     return failed
 

@@ -37,6 +37,7 @@ from dualpath.node import host_process
 from dualpath.node.host_process import ProcessTable, Sight
 from dualpath.node.system_calls import create_file
 from dualpath.policy.units import UnitPolicy
+from dualpath.router import two_legs
 from dualpath.router.engine_calls import Job
 from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import Attempt, RequestLife
@@ -303,6 +304,14 @@ def _freed_when_late(
 
 _own = FrontEndSession._own
 
+
+class _BlindWatch(CallWatch):
+    """Notices no silent call."""
+
+    async def _tick(self) -> None:
+        """Do nothing."""
+
+
 #: By name, in the order of the reference.
 LEG_BUGS: dict[str, PlantedBug] = {
     "late-leg-freed": PlantedBug(
@@ -316,6 +325,10 @@ LEG_BUGS: dict[str, PlantedBug] = {
     "offer-unending": PlantedBug(
         "the slots of a request whose second leg does not come are never freed",
         replaced(Handovers, "withdraw", lambda self, attempt_id, reason: None),
+    ),
+    "leg-unwatched": PlantedBug(
+        "an engine does not report that a leg waits for its core, which hangs",
+        replaced(two_legs, "CallWatch", _BlindWatch),
     ),
     "first-leg-unended": PlantedBug(
         "a second leg goes on waiting for a first leg that has failed",

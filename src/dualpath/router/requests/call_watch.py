@@ -143,13 +143,13 @@ class CallWatch:
             self._end(
                 call,
                 f"the HTTP server of engine {engine.engine_id} at {engine.api_url} is silent: no "
-                f"byte of call {call.call_id} for {self._silent_s(call):g} s, and to the question "
+                f"byte of call {call.call_id} for {self.silent_s(call):g} s, and to the question "
                 f"for its calls: {answer}; see the engine's log, and whether its port can be "
                 "reached from here",
             )
 
     def _judge(self, call: OpenCall, served: OpenCalls | None) -> None:
-        silent_s = self._silent_s(call)
+        silent_s = self.silent_s(call)
         if served is not None and self._is_missing(call, served):
             call.missing += 1
             if call.missing >= _MISSING:
@@ -175,9 +175,10 @@ class CallWatch:
         if call.call_id not in served:
             return True
         sent_s = served[call.call_id]
-        return sent_s is not None and self._silent_s(call) - sent_s > _TICKS * self._tick_s
+        return sent_s is not None and self.silent_s(call) - sent_s > _TICKS * self._tick_s
 
-    def _silent_s(self, call: OpenCall) -> float:
+    def silent_s(self, call: OpenCall) -> float:
+        """Return for how many seconds nothing of a call's answer has arrived."""
         return call.silent_ticks * self._tick_s
 
     def _end(self, call: OpenCall, reason: str) -> None:
