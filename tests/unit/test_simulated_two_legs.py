@@ -68,6 +68,11 @@ def test_a_proxy_that_is_killed_between_the_legs_leaves_nothing_behind() -> None
     assert count(lines, r"proxy-\d#\d+ +is dead") > 5
 
 
+def test_a_leg_at_an_engine_that_hangs_is_answered_by_another_one() -> None:
+    lines = stories(PROXIES, "hang a core")
+    assert count(lines, "its core has made no step for .* while a call waits for it") > 1
+
+
 def test_equal_seeds_with_proxies_give_equal_runs() -> None:
     for seed in PROXIES[:4]:
         assert run_seed(seed).digest == run_seed(seed).digest
@@ -79,6 +84,7 @@ def test_equal_seeds_with_proxies_give_equal_runs() -> None:
         ("late-leg-freed", "stalling transfers"),
         ("leg-of-another", "let a client leave"),
         ("offer-unending", "let a client leave"),
+        ("leg-unwatched", "hang a core"),
         ("first-leg-unended", "let a client leave"),
     ],
 )
