@@ -274,9 +274,8 @@ class TwoLegs:
 
     ``engine`` are the engine's settings; its ``two_leg_scheduler`` is the scheduler's address for
     front ends.  ``connection`` and ``clock`` are the link's, by default ZMQ and the loop's clock.
-    ``api`` asks other engines for their calls.
-    ``name`` is this process's at the scheduler, by default made of engine, machine and process;
-    ``new_name`` returns a name that no other process uses.
+    ``api`` asks other engines for their calls.  ``name`` is this process's at the scheduler, by
+    default made of engine, machine and process; ``new_name`` returns one that no process has used.
 
     Raises ``ConfigError`` for an address that cannot be, or one of another machine without a
     cluster secret.
@@ -512,8 +511,7 @@ class TwoLegs:
 
         The caller calls ``decoding_started`` when the DE generates, ``decoded`` after its last
         token, and ``close`` in any case; or ``withdraw`` if the leg ends without the other DE.
-        Raises an error of ``core.errors`` with the reason if
-        there is none.
+        Raises an error of ``core.errors`` with the reason if there is none.
         """
         self._check_role(Role.DECODE, "second")
         name = handover_name(params, request_id)
@@ -577,25 +575,22 @@ class TwoLegs:
         try:
             attempt = begun = request.attempt(order, heard)
 
-            async def life() -> SecondLeg:
+            async def life() -> tuple[DecodeTransfer, int]:
                 prepared, placed = await begun.prepare(), heard.placed
                 assert placed is not None, "an attempt with transfers is placed"
                 assert placed.prefill is not None, "an attempt with a given DE has a PE"
                 assert prepared.prefill is not None, "so it has a transfer for the PE"
                 with self._watch.watch(placed.prefill, order.attempt_id) as call:
                     await run_until_broken(compute(placed.prefill, prepared.prefill), call.broken)
-                hit_tokens = (await begun.prefilled()).account.hit_tokens
-                return SecondLeg(
-                    begun,
-                    prepared.decode,
-                    hit_tokens,
-                    f"prefilled by {placed.prefill.engine_id} again",
-                    *(self._watch, placed.decode),
-                    request.end,
-                )
+                return prepared.decode, (await begun.prefilled()).account.hit_tokens
 
             async with _deadline(order.attempt_id):
-                leg = await run_until_broken(life(), begun.broken)
+                transfer, hit_tokens = await run_until_broken(life(), begun.broken)
+            assert heard.placed is not None, "its KV has arrived"
+            assert heard.placed.prefill is not None, "from a PE"
+            origin = f"prefilled by {heard.placed.prefill.engine_id} again"
+            decode, ended = heard.placed.decode, request.end
+            leg = SecondLeg(begun, transfer, hit_tokens, origin, self._watch, decode, ended)
             return leg
         except Exception as error:
             reason = f"failed: {error}"
