@@ -25,6 +25,13 @@ from dualpath.policy.units import UnitPolicy
 from dualpath.router.engines import EngineInfo
 from dualpath.router.scheduler.scheduler import Scheduler
 from dualpath.router.scheduler.units import Units
+from dualpath.router.scheduler.weights import (
+    Action,
+    EngineCall,
+    Running,
+    WeightsRequest,
+    WeightUpdates,
+)
 from dualpath.router.scheduling import (
     Answered,
     Arrived,
@@ -70,6 +77,9 @@ class AsData:
 
     async def prefilled(self) -> Any:
         return through_wire(await self._inner.prefilled())
+
+    async def ends_aborted(self) -> bool:
+        return through_wire(bool(await self._inner.ends_aborted()))
 
     def end(self, answered: Answered | None = None) -> None:
         self._inner.end(None if answered is None else through_wire(answered))
@@ -123,6 +133,19 @@ CONNECTIONS: dict[str, Connect] = {
     "remote": remote,
     "one of two units": one_of_two_units,
 }
+
+
+class SilentEngines:
+    """Engines that answer no call of a trainer: its operation stays under way."""
+
+    async def post(
+        self, engine_id: str, api_url: str, call: EngineCall, timeout_s: float
+    ) -> object:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def weights(self, engine_id: str, api_url: str, timeout_s: float) -> str:
+        raise AssertionError
 
 
 class HandMade:
@@ -275,6 +298,24 @@ async def test_what_waits_for_engines_ends_when_it_is_cancelled(connect: Connect
         attempt.close("cancelled")
         await own.everything_is_free()
         assert own.made.service.scheduler.dispatch.waiting == 0
+
+
+async def test_a_request_ends_with_its_tokens_while_a_trainer_has_running_ones_aborted(
+    connect: Connect,
+) -> None:
+    async with front_end(connect) as own:
+        request = own.begins("a")
+        own.attempt(request, "a").close("failed")
+        assert not await request.ends_aborted()
+        scheduler = own.made.service.scheduler
+        scheduler.weights = WeightUpdates(scheduler, SilentEngines(), scheduler.clock)
+        scheduler.weights.request(WeightsRequest(Action.SLEEP, Running.ABORT))
+        await asyncio.sleep(0.01)
+        assert await request.ends_aborted()
+        await scheduler.weights.stop()
+        scheduler.weights.request(WeightsRequest(Action.SLEEP, Running.KEEP))
+        await asyncio.sleep(0.01)
+        assert not await request.ends_aborted()
 
 
 async def test_an_engine_that_a_call_failed_on_answers_and_rests(connect: Connect) -> None:

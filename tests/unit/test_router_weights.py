@@ -8,11 +8,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.front_end_links import link_server
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import GUARD_S, expected, job
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, EngineLostError
+from dualpath.router.engine_calls import TokenEvent
+from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.requests.front_end import FrontEnd
+from dualpath.router.scheduler.registry import Registry
 from dualpath.router.scheduler.weights import (
     Action,
     EngineCall,
@@ -172,6 +177,41 @@ async def test_running_requests_are_aborted_or_continued(running: Running) -> No
             assert events[-1].finish_reason == "abort"
             assert tokens == expected(PROMPT, 6)[: len(tokens)]
             assert len(tokens) < 6
+        else:
+            assert tokens == expected(PROMPT, 6)
+        assert (await over(made))["state"] == "serving"
+
+
+@pytest.mark.parametrize("running", [Running.ABORT, Running.KEEP])
+async def test_a_front_end_of_its_own_aborts_or_continues_running_requests_as_the_router_does(
+    running: Running,
+) -> None:
+    async with (
+        trained() as (made, _),
+        link_server(made.service.scheduler) as opened,
+        opened.link("f") as link,
+    ):
+        clock = asyncio.get_running_loop().time
+        metrics = RouterMetrics(Registry(), dict, clock)
+        own = FrontEnd(made.service.settings, link, metrics, made.calls, clock, lambda record: None)
+        made.calls.gate_after_tokens = 2
+        gate = made.calls.gates["decode"] = asyncio.Event()
+
+        async def events() -> list[TokenEvent]:
+            return [event async for event in own.submit(job("long", PROMPT))]
+
+        task = asyncio.create_task(events())
+        await made.arrives("decode")
+        made.service.scheduler.weights.request(update("step-1", running=running))
+        made.calls.gate_after_tokens = 0
+        while made.service.scheduler.registry.alive():
+            await asyncio.sleep(0.01)
+        gate.set()
+        got = await task
+        tokens = [token for event in got for token in event.token_ids]
+        if running is Running.ABORT:
+            assert (got[-1].finish_reason, len(tokens) < 6) == ("abort", True)
+            assert tokens == expected(PROMPT, 6)[: len(tokens)]
         else:
             assert tokens == expected(PROMPT, 6)
         assert (await over(made))["state"] == "serving"

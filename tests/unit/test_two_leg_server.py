@@ -19,6 +19,7 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.router.asgi import Message, Receive, Send, json_answer
 from dualpath.router.engine_calls import Job
 from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduling import HandedOver
 from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.wire import GenerateRequest
 from dualpath.router.two_legs import PASSED_ON_HEADER, LegParameters, Prompt
@@ -39,7 +40,10 @@ class Vllm:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.statuses: list[int] = []
         self.rendered: dict[str, Any] = {"token_ids": TOKENS, "cache_salt": None, "features": None}
+        self.answer: dict[str, Any] = {"choices": [{"text": "x"}], "usage": {}}
         self.gate: asyncio.Event | None = None
+        #: Whether an answer begins before the gate.
+        self.begins = False
         self.entered, self.aborted = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -54,9 +58,13 @@ class Vllm:
             answer: Any = self.rendered if chat else [self.rendered]
         else:
             if self.gate is not None:
+                if self.begins:
+                    await send({"type": "http.response.start", "status": 200, "headers": []})
+                    event = {"type": "http.response.body", "body": b"data: 1\n\n"}
+                    await send({**event, "more_body": True})
                 self.entered.set()
                 await self._abort_or(self.gate, receive)
-            answer = {"choices": [{"text": "x"}], "usage": {}}
+            answer = self.answer
         status = self.statuses.pop(0) if self.statuses else 200
         for one in json_answer(status, msgspec.json.encode(answer)):
             await send(one)
@@ -83,12 +91,17 @@ class Taken:
         self.transfer = DECODE
         self.origin, self.hit_tokens = origin, hit_tokens
         self.calls: list[str] = []
+        self.lost = asyncio.Event()
 
     def decoding_started(self) -> None:
         self.calls.append("decoding")
 
     async def decoded(self) -> None:
         self.calls.append("decoded")
+
+    async def stalls(self) -> None:
+        await self.lost.wait()
+        raise EngineLostError("engine e is lost: its core hangs")
 
     def close(self, reason: str) -> None:
         self.calls.append(reason)
@@ -106,14 +119,26 @@ class Legs:
         self.waits: asyncio.Event | None = None
         self.cancelled = asyncio.Event()
         #: The engine that has the KV of a second leg, and whether it is lost.
-        self.other: EngineInfo | None = None
+        self.other: HandedOver | None = None
         self.lost = asyncio.Event()
+        self.withdrawn: list[HandedOver] = []
+        self.released: asyncio.Queue[LegParameters] = asyncio.Queue()
+        self.aborts = False
 
     async def until_lost(self, engine: EngineInfo) -> None:
         await self.lost.wait()
 
     async def stop(self) -> None:
         """There is no link."""
+
+    def withdraw(self, handed: HandedOver, reason: str) -> None:
+        self.withdrawn.append(handed)
+
+    async def release(self, params: LegParameters, request_id: str, reason: str) -> None:
+        self.released.put_nowait(params)
+
+    async def ends_aborted(self) -> bool:
+        return self.aborts
 
     async def prefill(
         self,
@@ -128,7 +153,7 @@ class Legs:
         await self._wait()
         return dict(FOR_SECOND) if await compute(PREFILL) else None
 
-    async def take(self, params: LegParameters, request_id: str) -> Taken | EngineInfo:
+    async def take(self, params: LegParameters, request_id: str) -> Taken | HandedOver:
         self.named.append((params, request_id))
         if self.error is not None:
             raise self.error
@@ -447,6 +472,8 @@ class Holder:
     def __init__(self) -> None:
         self.requests: list[tuple[dict[str, Any], dict[str, str]]] = []
         self.status = 200
+        #: Whether whole answers wait at the gate as well.
+        self.waits = False
         self.gate = asyncio.Event()
         self.entered, self.left = asyncio.Event(), asyncio.Event()
 
@@ -456,6 +483,9 @@ class Holder:
         self.requests.append((body, headers))
         origin = {PREFILL_HEADER: "transferred; leg-7"}
         if not body.get("stream"):
+            self.entered.set()
+            if self.waits:
+                await self.gate.wait()
             return web.json_response({"choices": []}, status=self.status, headers=origin)
         answer = web.StreamResponse(headers={**origin, "Content-Type": "text/event-stream"})
         await answer.prepare(request)
@@ -489,9 +519,10 @@ class Holder:
         )
         async with TestServer(app, handler_cancellation=True) as server:
             url = str(server.make_url("")).rstrip("/")
-            engine.legs.other = EngineInfo(
+            d1 = EngineInfo(
                 "d1", "epoch", Role.DECODE, "node", "group", url, HostProcess(), 1, 100, 100
             )
+            engine.legs.other = HandedOver("r", d1, DECODE)
             yield
         await engine.server.stop()
 
@@ -515,6 +546,7 @@ async def test_a_second_leg_is_passed_on_to_the_decode_engine_that_has_its_kv() 
         answer = await engine.post(body, **{PASSED_ON_HEADER: "d2"})
         assert answer.headers[PREFILL_HEADER] == "prefilled by p0 again"
         assert len(holder.requests) == 1
+        assert engine.legs.withdrawn == [], "the second leg of that KV may still come"
 
 
 async def test_a_second_leg_is_served_here_if_the_engine_that_has_its_kv_fails() -> None:
@@ -524,6 +556,7 @@ async def test_a_second_leg_is_served_here_if_the_engine_that_has_its_kv_fails()
         holder.status = 503
         answer = await engine.post(body)
         assert answer.headers[PREFILL_HEADER] == "prefilled by p0 again"
+        assert engine.legs.withdrawn == [engine.legs.other]
         holder.status = 404
         assert (await engine.post(body)).status_code == 404, "a refusal is an answer"
         assert len(holder.requests) == 2
@@ -571,6 +604,84 @@ async def test_a_client_that_leaves_a_leg_that_was_passed_on_ends_it_at_the_othe
         await call
         await holder.left.wait()
         assert engine.legs.taken == []
+
+
+async def test_kv_at_another_engine_is_released_when_the_client_leaves_before_an_answer() -> None:
+    engine, holder = Engine(Role.DECODE), Holder()
+    holder.waits = True
+    body = {"model": "m", "prompt": "t", "kv_transfer_params": SECOND}
+    async with holder.beside(engine), asyncio.timeout(GUARD_S):
+        async with engine.leaving(body) as leave:
+            await holder.entered.wait()
+            leave()
+        assert engine.legs.withdrawn == [engine.legs.other]
+
+
+ABORTED = {"choices": [{"text": "x", "finish_reason": "abort"}]}
+
+
+async def test_a_first_leg_that_vllm_aborts_for_a_trainer_is_answered_as_aborted() -> None:
+    for path, text in (("/v1/completions", "text"), ("/v1/chat/completions", "message")):
+        engine = Engine(Role.PREFILL)
+        engine.vllm.answer = ABORTED
+        body = {"model": "m", "prompt": "t", "messages": [], "kv_transfer_params": FIRST}
+        failed = await engine.post(body, path)
+        assert (failed.status_code, "send it again" in failed.text) == (503, True)
+        engine.legs.aborts = True
+        answer = (await engine.post(body, path)).json()
+        (choice,) = answer["choices"]
+        assert (choice["finish_reason"], text in choice) == ("abort", True)
+        # Its second leg, whose name is unknown, ends in the same way.
+        decode = Engine(Role.DECODE)
+        decode.legs.error = decode.legs.elsewhere = DeadlineError("no first leg")
+        decode.legs.aborts = True
+        body["kv_transfer_params"] = answer["kv_transfer_params"]
+        (choice,) = (await decode.post(body, path)).json()["choices"]
+        assert (choice["finish_reason"], text in choice) == ("abort", True)
+        streamed = await decode.post({**body, "stream": True}, path)
+        event, end, _ = streamed.text.split("\n\n")
+        (choice,) = msgspec.json.decode(event.removeprefix("data: "))["choices"]
+        assert (choice["finish_reason"], end) == ("abort", "data: [DONE]")
+        assert decode.vllm.completed == []
+
+
+async def test_a_first_leg_whose_engine_has_left_for_a_trainer_is_answered_as_aborted() -> None:
+    engine = Engine(Role.PREFILL)
+    engine.legs.error = EngineLostError("e is paused for its trainer")
+    engine.legs.aborts = True
+    body = {"model": "m", "prompt": "text", "kv_transfer_params": FIRST}
+    answer = await engine.post(body)
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_second_leg_whose_engine_hangs_ends_with_an_error(stream: bool) -> None:
+    engine = Engine(Role.DECODE)
+    engine.vllm.gate, engine.vllm.begins = asyncio.Event(), stream
+    body = {"model": "m", "prompt": "t", "stream": stream, "kv_transfer_params": SECOND}
+    async with asyncio.timeout(GUARD_S):
+        call = asyncio.create_task(engine.post(body))
+        await engine.vllm.entered.wait()
+        (taken,) = engine.legs.taken
+        taken.lost.set()
+        answer = await call
+    assert answer.status_code == (200 if stream else 503)
+    assert "engine e is lost" in answer.text
+    assert taken.calls[-1] == "failed"
+    assert len(engine.vllm.completed) == 1, "its engine does not compute it once more"
+
+
+async def test_several_answers_are_computed_here_at_once_and_the_kv_of_the_leg_is_released() -> (
+    None
+):
+    engine = Engine(Role.DECODE)
+    body = {"model": "m", "prompt": "text", "n": 2, "kv_transfer_params": SECOND}
+    answer = await engine.post(body)
+    assert answer.headers[PREFILL_HEADER].startswith("here; n is 2")
+    async with asyncio.timeout(GUARD_S):
+        assert (await engine.legs.released.get()).remote_request_id == "r"
+    assert engine.legs.named == []
 
 
 async def test_both_legs_of_sglangs_routers_carry_a_room() -> None:

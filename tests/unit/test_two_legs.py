@@ -28,6 +28,7 @@ from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.settings import EngineSettings
 from dualpath.router.engines import EngineInfo
 from dualpath.router.scheduler.remote import REGISTERED_AGAIN_S
+from dualpath.router.scheduling import HandedOver
 from dualpath.router.settings import RouterSettings
 from dualpath.router.two_legs import Prompt, SecondLeg, TwoLegs, handover_name, leg_parameters
 
@@ -108,9 +109,10 @@ class Engines:
             attempt = await self.legs[engine_id].take(leg_parameters(params), request_id)
         except DualPathError as error:
             return Answer(expected(prompt, count), error)
-        if isinstance(attempt, EngineInfo):
-            self.passed_on.append((engine_id, attempt.engine_id))
-            return await self.second(attempt.engine_id, prompt, count, params, request_id)
+        if isinstance(attempt, HandedOver):
+            holder = attempt.decode.engine_id
+            self.passed_on.append((engine_id, holder))
+            return await self.second(holder, prompt, count, params, request_id)
         return Answer(await self._decode(info, prompt, count, attempt), None)
 
     async def again(
@@ -333,13 +335,16 @@ async def test_a_second_leg_at_another_decode_engine_is_passed_on_to_the_one_wit
         await every.nothing_is_left()
 
 
-async def test_an_attempt_that_is_passed_on_in_vain_is_released_after_a_limit() -> None:
+async def test_an_attempt_that_is_passed_on_in_vain_is_released_at_once() -> None:
     async with engines(decode=2) as every:
         params = await every.first("p0", PROMPT, remote_engine_id="d0")
         assert params is not None
-        holder = await every.legs["d1"].take(leg_parameters(params), "")
-        assert isinstance(holder, EngineInfo)
-        assert holder.engine_id == "d0"
+        handed = await every.legs["d1"].take(leg_parameters(params), "")
+        assert isinstance(handed, HandedOver)
+        assert handed.decode.engine_id == "d0"
+        assert not every.made.engines["d0"].idle()
+        every.legs["d1"].withdraw(handed, "d0 does not answer")
+        await every.nothing_is_left()
         assert await every.again("d1", PROMPT, 6) == (
             expected(PROMPT, 6),
             "prefilled by p0 again, 16 hits",
@@ -347,7 +352,75 @@ async def test_an_attempt_that_is_passed_on_in_vain_is_released_after_a_limit() 
         placed = every.made.service.scheduler.dispatch.recent[-1].assignment
         assert placed is not None
         assert (placed.decode_engine, placed.de_reason) == ("d1", "given")
-        await asyncio.sleep(SETTINGS.second_leg_timeout_s + 1)
+        await every.nothing_is_left()
+
+
+async def test_an_attempt_that_its_engine_has_taken_is_not_withdrawn() -> None:
+    async with engines(decode=2) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        handed = await every.legs["d1"].take(leg_parameters(params), "")
+        assert isinstance(handed, HandedOver)
+        gate = every.made.calls.gates["decode"] = asyncio.Event()
+        passed = asyncio.create_task(every.second("d0", PROMPT, 6, params))
+        await every.made.arrives("decode")
+        every.legs["d1"].withdraw(handed, "d0 does not answer d1")
+        await asyncio.sleep(1)
+        gate.set()
+        assert await passed == Answer(expected(PROMPT, 6), None)
+        await every.nothing_is_left()
+
+
+async def test_a_client_that_leaves_while_its_leg_is_looked_for_releases_it_at_any_engine() -> None:
+    for decode in ("d0", "d1"):
+        async with engines(decode=2) as every:
+            gate = every.made.calls.gates["prefill"] = asyncio.Event()
+            given = {"transfer_id": "x", "remote_engine_id": "d0"}
+            first = asyncio.create_task(every.first("p0", PROMPT, **given))
+            await every.made.arrives("prefill")
+            taking = every.legs[decode].take(leg_parameters({"transfer_id": "x"}), "")
+            second = asyncio.create_task(taking)
+            await asyncio.sleep(0.5)
+            second.cancel()
+            await asyncio.wait([second])
+            gate.set()
+            await first
+            await every.nothing_is_left()
+
+
+async def test_a_leg_that_its_engine_computes_without_kv_releases_the_kv_at_any_engine() -> None:
+    for decode in ("d0", "d1"):
+        async with engines(decode=2) as every:
+            params = await every.first("p0", PROMPT, remote_engine_id="d0")
+            assert params is not None
+            await every.legs[decode].release(leg_parameters(params), "", "n is 2")
+            await every.nothing_is_left()
+            await every.legs[decode].release(leg_parameters(params), "", "n is 2, once more")
+
+
+async def test_a_first_leg_whose_client_leaves_as_its_kv_is_offered_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with engines() as every:
+        handovers = every.made.service.scheduler.handovers
+        offer, firsts = handovers.offer, list[asyncio.Task[Any]]()
+
+        def cancelling(name: str, offered: Any) -> None:
+            offer(name, offered)
+            firsts[0].cancel()
+
+        monkeypatch.setattr(handovers, "offer", cancelling)
+        firsts.append(asyncio.create_task(every.first("p0", PROMPT)))
+        await asyncio.wait(firsts)
+        assert firsts[0].cancelled()
+        await every.nothing_is_left()
+
+
+async def test_a_leg_reserves_hbm_for_as_many_tokens_as_the_context_has_room_for() -> None:
+    # 20 tokens hold the prompt, and fewer than the 256 that a leg expects behind it.
+    async with engines(hbm_tokens=20) as every:
+        answer = await every.both("p0", "d0", PROMPT, 3)
+        assert answer == Answer(expected(PROMPT, 3), None)
         await every.nothing_is_left()
 
 
@@ -355,9 +428,9 @@ async def test_a_decode_engine_notices_that_the_one_with_the_kv_is_lost() -> Non
     async with engines(decode=2) as every:
         params = await every.first("p0", PROMPT, remote_engine_id="d0")
         assert params is not None
-        holder = await every.legs["d1"].take(leg_parameters(params), "")
-        assert isinstance(holder, EngineInfo)
-        lost = asyncio.create_task(every.legs["d1"].until_lost(holder))
+        handed = await every.legs["d1"].take(leg_parameters(params), "")
+        assert isinstance(handed, HandedOver)
+        lost = asyncio.create_task(every.legs["d1"].until_lost(handed.decode))
         await asyncio.sleep(2 * REGISTERED_AGAIN_S)
         assert not lost.done()
         await every.made.engines["d0"].kill()
@@ -384,7 +457,7 @@ async def test_legs_load_only_as_much_as_they_may() -> None:
 
 
 async def test_a_decode_engine_without_room_has_nothing_prefilled_elsewhere() -> None:
-    async with engines(hbm_tokens=20) as every:
+    async with engines(hbm_tokens=16) as every:
         with pytest.raises(BadRequestError):
             await every.again("d0", PROMPT, 6)
         await every.nothing_is_left()

@@ -32,6 +32,7 @@ from dualpath.router.http.server import (
     until_client_leaves,
 )
 from dualpath.router.requests.limits import ArrivingBodies, BodyRefusedError
+from dualpath.router.scheduling import HandedOver
 from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.open_calls import (
     CALL_HEADER,
@@ -219,8 +220,8 @@ class EngineServer:
         self._bridge = LoopBridge(asyncio.get_running_loop())
         self._calls = OpenCallList()
         takes_legs = settings.engine.two_leg_scheduler
-        self._legs = TwoLegs(settings.engine) if takes_legs else None
         self._api = TokenApiClient(engine_headers())
+        self._legs = TwoLegs(settings.engine, api=self._api) if takes_legs else None
         self._engine_id = settings.engine.engine_id
 
     async def run_legs(self, app: web.Application) -> AsyncIterator[None]:
@@ -331,9 +332,13 @@ class EngineServer:
             attempt = await legs.take(params, header)
         except DualPathError:
             attempt = await legs.prefill_elsewhere(prompt, params, compute)
-        if isinstance(attempt, EngineInfo):
+        if isinstance(attempt, HandedOver):
             if PASSED_ON_HEADER not in request.headers:
-                return await self._pass_on(request, generate, attempt, header)
+                try:
+                    return await self._pass_on(request, generate, attempt.decode, header)
+                finally:
+                    # Nothing is left of it to release unless the other engine did not take it.
+                    legs.withdraw(attempt, f"its second leg is over at {self._engine_id}")
             attempt = await legs.prefill_elsewhere(prompt, params, compute)
         try:
             generate.kv_transfer_params = to_transfer_params(attempt.transfer)

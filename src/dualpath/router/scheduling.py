@@ -207,6 +207,13 @@ class ScheduledRequest(Protocol):
         """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
         ...
 
+    async def ends_aborted(self) -> bool:
+        """Return whether the request ends with the tokens it has, now that an attempt has failed.
+
+        That is so while a trainer has the running requests aborted.  Does not raise.
+        """
+        ...
+
     def end(self, answered: Answered | None = None) -> None:
         """The request has ended, with an answer if ``answered`` is given; idempotent."""
         ...
@@ -223,11 +230,6 @@ class Scheduling(Protocol):
     @property
     def caches_answers(self) -> bool:
         """Whether ``Answered`` is used: decode engines cache blocks for next turns."""
-        ...
-
-    @property
-    def ends_aborted(self) -> bool:
-        """Whether a request whose attempt has failed ends with the tokens that it has."""
         ...
 
     async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:

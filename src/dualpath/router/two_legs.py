@@ -22,11 +22,16 @@ Leg 1's answer carries the attempt's own name as ``remote_request_id``: no other
 Leg 1 names the DE of leg 2 if the proxy has chosen it by then: as ``remote_engine_id``, or by its
 address in the X-Request-Id, where vLLM's router writes it.  Other proxies choose the DE after leg
 1, and most of them do not read in leg 1's answer which DE has the KV.  ``take`` returns that DE
-then, and the DE that got leg 2 passes it on.
+then, and the DE that got leg 2 passes it on.  Once that leg is over without that DE, ``withdraw``
+releases what the attempt holds there.
 
 If no DE has the KV any more (``take`` raises), the DE's front end begins that leg again, as an
 attempt that only this DE may serve and of which it runs the first leg itself
 (``prefill_elsewhere``): what the first leg has stored are hits.
+
+An engine reports its own calls that are silent to the scheduler, which judges by the engine's
+reports whether its core still makes steps; a prefill at another engine is watched as a router does
+(``requests.call_watch``).
 
 Names come from outside, so an engine compares the prompt that it was sent with the prompt of the KV
 that it is to use (``core.transfers.prompt_digest``).  What no leg uses is released after a limit.
@@ -41,7 +46,7 @@ import re
 import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -51,6 +56,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import (
     BadRequestError,
     DeadlineError,
+    DualPathError,
     EngineLostError,
     PromptTooLongError,
     TransportError,
@@ -67,19 +73,24 @@ from dualpath.core.transfers import (
 )
 from dualpath.engine.settings import EngineSettings
 from dualpath.node.cluster_secret import load_secret
-from dualpath.router.engine_calls import Job
+from dualpath.router.engine_calls import Job, OpenCalls
 from dualpath.router.engines import EngineInfo
+from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import check_salt
 from dualpath.router.scheduler.remote import (
     REGISTERED_AGAIN_S,
     LinkConnection,
     RemoteAttempt,
-    RemoteRequest,
     RemoteScheduling,
-    TakenAttempt,
     ZmqLinkConnection,
 )
-from dualpath.router.scheduling import AttemptEvent, AttemptOrder, Placed, RequestOrder
+from dualpath.router.scheduling import (
+    AttemptEvent,
+    AttemptOrder,
+    HandedOver,
+    Placed,
+    RequestOrder,
+)
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.client import TokenApi
 from dualpath.router.token_api.wire import GenerateRequest
@@ -87,7 +98,8 @@ from dualpath.router.waits import run_until_broken
 
 logger = logging.getLogger(__name__)
 
-#: A leg does not know how many tokens will be generated; the scheduler reserves HBM for so many.
+#: A leg does not know how many tokens will be generated; the scheduler reserves HBM for so many, or
+#: for those that the context still has room for.
 EXPECTED_NEW_TOKENS = 256
 REQUEST_ID_HEADER = "X-Request-Id"
 #: The ``kv_transfer_params`` of a request.
@@ -175,28 +187,53 @@ async def _deadline(name: str) -> AsyncIterator[None]:
         ) from error
 
 
-class SecondLeg(Protocol):
+class SecondLeg:
     """An attempt with its prompt's KV in this DE's buffer.
 
     ``transfer`` is what the DE has to know, ``hit_tokens`` of the prompt were loaded instead of
-    computed (None: unknown), ``origin`` is a text about where the KV comes from.
+    computed (None: unknown), ``origin`` is a text about where the KV comes from.  ``watch`` watches
+    the call of ``engine``, the DE, until the end, when ``ended`` is called.
     """
 
-    transfer: DecodeTransfer
-    hit_tokens: int | None
-    origin: str
+    def __init__(
+        self,
+        attempt: RemoteAttempt,
+        transfer: DecodeTransfer,
+        hit_tokens: int | None,
+        origin: str,
+        watch: CallWatch,
+        engine: EngineInfo,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.transfer, self.hit_tokens, self.origin = transfer, hit_tokens, origin
+        self._attempt, self._watch = attempt, watch
+        self._end = contextlib.ExitStack()
+        self._end.callback(ended)
+        self._call = self._end.enter_context(watch.watch(engine, transfer.request_id))
 
     def decoding_started(self) -> None:
-        """The DE generates."""
-        ...
+        """The DE generates: called with each of its tokens."""
+        self._call.heard()
+        self._attempt.decoding_started()
 
     async def decoded(self) -> None:
         """The DE has generated the last token: wait for its earlier reports."""
-        ...
+        await self._attempt.decoded()
+
+    async def stalls(self) -> None:
+        """Raise ``EngineLostError`` when the DE is lost and has sent nothing for a while.
+
+        A DE that the scheduler has lost may decode all the same; one whose core hangs does not.
+        """
+        await asyncio.wait({self._attempt.broken})
+        while (silent_s := self._watch.silent_s(self._call)) < _LIMITS.core_timeout_s:
+            await asyncio.sleep(_LIMITS.core_timeout_s - silent_s)
+        self._attempt.check()
 
     def close(self, reason: str) -> None:
         """Release everything; idempotent."""
-        ...
+        self._attempt.close(reason)
+        self._end.close()
 
 
 #: Stands for the job of a call that has none: only its trace headers would be used.
@@ -220,39 +257,6 @@ async def prefill_at(
     await api.generate(engine, _NO_JOB, call)
 
 
-class _TakenLeg:
-    """The ``SecondLeg`` of a first leg that another engine has run."""
-
-    def __init__(self, attempt: TakenAttempt, hit_tokens: int | None) -> None:
-        self.transfer, self.hit_tokens = attempt.transfer, hit_tokens
-        self.origin = f"transferred; {attempt.order.attempt_id}"
-        self.decoding_started, self.decoded = attempt.decoding_started, attempt.decoded
-        self.close = attempt.close
-
-
-class _OwnLeg:
-    """The ``SecondLeg`` of a first leg that this engine has run, at another engine."""
-
-    def __init__(
-        self,
-        request: RemoteRequest,
-        attempt: RemoteAttempt,
-        transfer: DecodeTransfer,
-        hit_tokens: int,
-        prefill: str,
-    ) -> None:
-        self.transfer = transfer
-        self.hit_tokens: int | None = hit_tokens
-        self.origin = f"prefilled by {prefill} again"
-        self.decoding_started, self.decoded = attempt.decoding_started, attempt.decoded
-        self._request, self._attempt = request, attempt
-
-    def close(self, reason: str) -> None:
-        """Release everything; idempotent."""
-        self._attempt.close(reason)
-        self._request.end()
-
-
 class _FirstLeg:
     """The ``AttemptListener`` of a first leg: where it was placed."""
 
@@ -270,6 +274,8 @@ class TwoLegs:
 
     ``engine`` are the engine's settings; its ``two_leg_scheduler`` is the scheduler's address for
     front ends.  ``connection`` and ``clock`` are the link's, by default ZMQ and the loop's clock.
+    ``api`` asks other engines for their calls.  ``name`` is this process's at the scheduler, by
+    default made of engine, machine and process; ``new_name`` returns one that no process has used.
 
     Raises ``ConfigError`` for an address that cannot be, or one of another machine without a
     cluster secret.
@@ -280,19 +286,31 @@ class TwoLegs:
         engine: EngineSettings,
         connection: LinkConnection | None = None,
         clock: Callable[[], float] | None = None,
+        api: TokenApi | None = None,
+        name: str = "",
+        new_name: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         self.engine_id = engine.engine_id
         self.role = engine.role
         connection = connection or ZmqLinkConnection(
             engine.two_leg_scheduler, load_secret(engine.cluster_secret_file)
         )
-        own = f"{engine.engine_id}@{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+        process = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+        self._new_name = new_name
         self._link = RemoteScheduling(
             connection,
-            own,
-            uuid.uuid4().hex,
+            name or f"{engine.engine_id}@{process}",
+            new_name(),
             clock or asyncio.get_running_loop().time,
             engine.two_leg_scheduler,
+        )
+        self._api = api
+        self._watch = CallWatch(
+            self._open_calls,
+            _LIMITS.call_silence_s,
+            _LIMITS.inquiry_timeout_s,
+            self._link.call_waits,
+            lambda: None,
         )
         self._keys: tuple[StoreNamespace, KeyCache] | None = None
 
@@ -302,7 +320,21 @@ class TwoLegs:
 
     async def stop(self) -> None:
         """Leave the scheduler; idempotent."""
+        await self._watch.stop()
         await self._link.stop()
+
+    async def _open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """Return the calls that another engine's server has; None for the own one, which has all.
+
+        Raises ``EngineLostError`` if that server does not answer.
+        """
+        if engine.engine_id == self.engine_id or self._api is None:
+            return None
+        return await self._api.open_calls(engine)
+
+    async def ends_aborted(self) -> bool:
+        """Return whether legs that fail end as aborted, because a trainer has asked for that."""
+        return await self._link.ends_aborted()
 
     # ------------------------------------------------------------------ leg 1
 
@@ -362,10 +394,10 @@ class TwoLegs:
                     *(kv_hints.kv_hint.message_id, status, reason),
                 )
         return AttemptOrder(
-            attempt_id=f"leg-{uuid.uuid4().hex}",
+            attempt_id=f"leg-{self._new_name()}",
             number=1,
             prompt_tokens=len(prompt.token_ids),
-            max_new_tokens=EXPECTED_NEW_TOKENS,
+            max_new_tokens=self._expected_new_tokens(len(prompt.token_ids)),
             keys=keys,
             cacheable=prompt.cacheable,
             tenant=tenant_tag(prompt.cache_salt),
@@ -385,7 +417,11 @@ class TwoLegs:
                 async def life() -> int | None:
                     transfer = (await attempt.prepare()).prefill
                     assert transfer is not None, "the PE of the first leg computes the prompt"
-                    if not await compute(transfer):
+                    assert heard.placed is not None, "an attempt with a transfer is placed"
+                    assert heard.placed.prefill is not None, "so it has a PE"
+                    with self._watch.watch(heard.placed.prefill, order.attempt_id):
+                        succeeded = await compute(transfer)
+                    if not succeeded:
                         await attempt.prefill_aborted()
                         return None
                     hit_tokens = (await attempt.prefilled()).account.hit_tokens
@@ -428,6 +464,14 @@ class TwoLegs:
         keys = self._keys[1].keys(prompt.token_ids, KeyExtras(cache_salt=prompt.cache_salt))
         return tuple(keys), namespace.geometry.block_tokens
 
+    def _expected_new_tokens(self, prompt_tokens: int) -> int:
+        """Return for how many tokens that are generated HBM is reserved."""
+        engines = self._link.engines.alive(Role.DECODE)
+        room = [max((engine.hbm_tokens for engine in engines), default=0)]
+        if (context := self._link.engines.limit("max_model_len")) is not None:
+            room.append(context)
+        return max(1, min(EXPECTED_NEW_TOKENS, min(room) - prompt_tokens))
+
     def _check_fits(self, prompt_tokens: int, block_tokens: int) -> None:
         engines = self._link.engines.alive(Role.DECODE)
         largest = max((engine.buffer_tokens for engine in engines), default=0)
@@ -462,12 +506,12 @@ class TwoLegs:
             alive = known.waits() or known.live(engine.engine_id, engine.epoch) is not None
             absent_s = 0.0 if alive else absent_s + REGISTER_INTERVAL_S
 
-    async def take(self, params: LegParameters, request_id: str) -> SecondLeg | EngineInfo:
-        """Return the attempt that a second leg continues at this DE, or the DE that has its KV.
+    async def take(self, params: LegParameters, request_id: str) -> SecondLeg | HandedOver:
+        """Return the attempt that a second leg continues at this DE, or where its KV is.
 
         The caller calls ``decoding_started`` when the DE generates, ``decoded`` after its last
-        token, and ``close`` in any case.  Raises an error of ``core.errors`` with the reason if
-        there is none.
+        token, and ``close`` in any case; or ``withdraw`` if the leg ends without the other DE.
+        Raises an error of ``core.errors`` with the reason if there is none.
         """
         self._check_role(Role.DECODE, "second")
         name = handover_name(params, request_id)
@@ -479,14 +523,37 @@ class TwoLegs:
         # Not long: without the scheduler the prompt is computed here.
         await self._link.wait_for_engines(0, 1, _LIMITS.first_leg_timeout_s)
         attempt = await self._link.take(name, self.engine_id)
-        if isinstance(attempt, EngineInfo):
+        if isinstance(attempt, HandedOver):
             return attempt
         try:
             attempt.check()
         except (EngineLostError, TransportError):
             attempt.close("its engine is lost")
             raise
-        return _TakenLeg(attempt, params.remote_prefill_cached_tokens)
+        return SecondLeg(
+            attempt,
+            attempt.transfer,
+            params.remote_prefill_cached_tokens,
+            f"transferred; {attempt.order.attempt_id}",
+            self._watch,
+            attempt.engine,
+        )
+
+    def withdraw(self, handed: HandedOver, reason: str) -> None:
+        """Release an attempt at another DE, unless that one has taken it; idempotent."""
+        self._link.withdraw(handed, reason)
+
+    async def release(self, params: LegParameters, request_id: str, reason: str) -> None:
+        """Release what a second leg would have continued, which its DE computes without it.
+
+        Waits for its first leg as ``take`` does.
+        """
+        with contextlib.suppress(DualPathError):
+            leg = await self.take(params, request_id)
+            if isinstance(leg, HandedOver):
+                self.withdraw(leg, reason)
+            else:
+                leg.close(reason)
 
     async def prefill_elsewhere(
         self,
@@ -508,18 +575,22 @@ class TwoLegs:
         try:
             attempt = begun = request.attempt(order, heard)
 
-            async def life() -> tuple[DecodeTransfer, str, int]:
+            async def life() -> tuple[DecodeTransfer, int]:
                 prepared, placed = await begun.prepare(), heard.placed
                 assert placed is not None, "an attempt with transfers is placed"
                 assert placed.prefill is not None, "an attempt with a given DE has a PE"
                 assert prepared.prefill is not None, "so it has a transfer for the PE"
-                await compute(placed.prefill, prepared.prefill)
-                hit_tokens = (await begun.prefilled()).account.hit_tokens
-                return prepared.decode, placed.prefill.engine_id, hit_tokens
+                with self._watch.watch(placed.prefill, order.attempt_id) as call:
+                    await run_until_broken(compute(placed.prefill, prepared.prefill), call.broken)
+                return prepared.decode, (await begun.prefilled()).account.hit_tokens
 
             async with _deadline(order.attempt_id):
-                transfer, prefill, hit_tokens = await run_until_broken(life(), begun.broken)
-            leg = _OwnLeg(request, begun, transfer, hit_tokens, prefill)
+                transfer, hit_tokens = await run_until_broken(life(), begun.broken)
+            assert heard.placed is not None, "its KV has arrived"
+            assert heard.placed.prefill is not None, "from a PE"
+            origin = f"prefilled by {heard.placed.prefill.engine_id} again"
+            decode, ended = heard.placed.decode, request.end
+            leg = SecondLeg(begun, transfer, hit_tokens, origin, self._watch, decode, ended)
             return leg
         except Exception as error:
             reason = f"failed: {error}"

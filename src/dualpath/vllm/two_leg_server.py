@@ -19,6 +19,8 @@ vLLM has tokenised with the prompt of the KV that is used.
 import asyncio
 import contextlib
 import logging
+import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
@@ -44,8 +46,10 @@ from dualpath.router.asgi import (
 )
 from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.limits import refusal
+from dualpath.router.scheduling import HandedOver
 from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.statuses import status_of
+from dualpath.router.token_api.wire import STREAM_END, server_event
 from dualpath.router.two_legs import (
     PARAMETERS,
     PASSED_ON_HEADER,
@@ -73,6 +77,8 @@ ABORT_S = 5.0
 #: Where proxies for Mooncake ask which engine a prefill server has.
 QUERY_PATH = "/query"
 _TOKEN_IDS = "prompt_token_ids"
+#: vLLM's finish reason of a request that was ended before its last token.
+ABORTED = "abort"
 #: Of a request or an answer: what concerns one connection, or is made for each connection.
 _PER_CONNECTION = frozenset(
     {
@@ -177,7 +183,8 @@ class TwoLegServer:
         self._api = api or TokenApiClient(engine_headers())
         self._role = settings.role
         self._adapters = frozenset(settings.lora_modules)
-        self._legs = legs or TwoLegs(settings)
+        self._legs = legs or TwoLegs(settings, api=self._api)
+        self._releasing: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Register with the scheduler."""
@@ -185,6 +192,8 @@ class TwoLegServer:
 
     async def stop(self) -> None:
         """Leave the scheduler."""
+        for task in self._releasing:
+            task.cancel()
         await self._legs.stop()
         await self._api.aclose()
 
@@ -237,10 +246,24 @@ class TwoLegServer:
         async def compute(transfer: PrefillTransfer) -> bool:
             leg = first_leg_body(request, path, rendered.token_ids, transfer)
             await self._call(scope, path, leg, client, answer)
-            return answer.status == HTTPStatus.OK
+            return answer.status == HTTPStatus.OK and not _is_aborted(answer)
 
         header = _header(scope, REQUEST_ID_HEADER)
-        for_second = await self._legs.prefill(rendered, params, header, compute)
+        failed: DualPathError | None = None
+        for_second: dict[str, Any] | None = None
+        try:
+            for_second = await self._legs.prefill(rendered, params, header, compute)
+        except (EngineLostError, TransportError) as error:
+            failed = error
+        if failed is None and _is_aborted(answer):
+            failed = EngineLostError(
+                f"vLLM of engine {self._engine_id} has aborted the first leg; send it again"
+            )
+        if failed is not None:
+            if not await self._legs.ends_aborted():
+                raise failed
+            await send_all(send, _aborted_answer(path, request, first=True))
+            return
         if for_second is None:
             if not answer.status:
                 return  # The client has left.
@@ -328,16 +351,25 @@ class TwoLegServer:
             except DualPathError as error:
                 await find(str(error))
                 return
-            if not isinstance(attempt, EngineInfo):
+            if not isinstance(attempt, HandedOver):
                 found.append(attempt)
+            elif passed_on_by := _header(scope, PASSED_ON_HEADER):
+                await find(f"{passed_on_by} has passed the leg on, but its KV is elsewhere")
             elif not await self._at_holder(scope, request, attempt, send):
-                await find(f"the KV is at {attempt.engine_id}, which does not answer")
+                await find(f"the KV is at {attempt.decode.engine_id}, which does not answer")
 
+        several = _several(request)
         try:
-            _refuse_several(request)
             self._refuse_unsupported(request)
+            if several:
+                self._release(params, _header(scope, REQUEST_ID_HEADER), several)
+                raise BadRequestError(several)
             await client.while_here(take())
         except DualPathError as error:
+            if not several and await self._legs.ends_aborted():
+                logger.info("a second leg ends, its prefill was aborted: %s", error)
+                await send_all(send, _aborted_answer(own_path(scope), request, first=False))
+                return
             logger.warning("a second leg's prompt is computed here: %s", error)
             await self._alone(scope, request, client, send, f"here; {error}")
             return
@@ -350,16 +382,14 @@ class TwoLegServer:
             await self._alone(scope, request, client, send, f"here; vLLM answered {held}")
 
     async def _at_holder(
-        self, scope: Message, request: dict[str, Any], holder: EngineInfo, send: Send
+        self, scope: Message, request: dict[str, Any], handed: HandedOver, send: Send
     ) -> bool:
         """Pass a second leg on to the DE that has its KV; return whether the client has an answer.
 
-        It has none if that engine does not answer, or answers with a status of 500 or more.
+        It has none if that engine does not answer, or answers with a status of 500 or more.  Then
+        the KV is released, as it is if the client leaves.
         """
-        if passed_on_by := _header(scope, PASSED_ON_HEADER):
-            logger.warning("%s has passed a leg on, but its KV is elsewhere", passed_on_by)
-            return False
-        began = False
+        began, holder = False, handed.decode
 
         async def sending(message: Message) -> None:
             nonlocal began
@@ -375,7 +405,16 @@ class TwoLegServer:
                 await send({"type": "http.response.body", "body": _last_event(error)})
         finally:
             lost.cancel()
+            if not began:
+                reason = f"its second leg was passed on by {self._engine_id} in vain"
+                self._legs.withdraw(handed, reason)
         return began
+
+    def _release(self, params: LegParameters, request_id: str, reason: str) -> None:
+        """Release the KV of a leg that this engine computes itself, in the background."""
+        task = asyncio.create_task(self._legs.release(params, request_id, reason))
+        self._releasing.add(task)
+        task.add_done_callback(self._releasing.discard)
 
     async def _lost(self, engine: EngineInfo) -> None:
         """Raise ``EngineLostError`` when the engine is lost."""
@@ -471,29 +510,39 @@ def _last_event(error: DualPathError) -> bytes:
 async def _run(
     leg: SecondLeg, forward: Callable[[Send], Awaitable[None]], send: Send
 ) -> int | None:
-    """Run the decode; return the status of an answer that was not sent, as vLLM has failed."""
-    reason, ended = "failed", False
+    """Run the decode; return the status of an answer that was not sent, as vLLM has failed.
+
+    Raises ``EngineLostError`` if the engine is lost before its answer has begun.
+    """
+    reason, began, ended = "failed", False, False
     failed: int | None = None
     sending = _with_header(send, leg.origin)
 
     async def passing(message: Message) -> None:
-        nonlocal failed, ended
+        nonlocal failed, began, ended
         failed = failed or _server_error(message)
         if failed is None:
             if message.get("body"):
                 leg.decoding_started()
+            began = True
             await sending(message)
             ended = message["type"] == "http.response.body" and not message.get("more_body")
 
+    stalls: asyncio.Future[None] = asyncio.ensure_future(leg.stalls())
     try:
-        await forward(passing)
+        await run_until_broken(forward(passing), stalls)
         if ended:
             await leg.decoded()
             reason = "finished"
     except DualPathError as error:
-        # The client has its answer; only the reports of the engine are late.
+        # If it has ended, the client has its answer: only the reports of the engine are late.
         logger.warning("request %s: %s", leg.transfer.request_id, error)
+        if not began:
+            raise
+        if not ended:
+            await send({"type": "http.response.body", "body": _last_event(error)})
     finally:
+        stalls.cancel()
         leg.close(reason)
     return failed
 
@@ -553,10 +602,47 @@ def second_leg_parameters(request: Mapping[str, Any], leg: SecondLeg) -> dict[st
     return made
 
 
-def _refuse_several(request: Mapping[str, Any]) -> None:
-    """Raise ``BadRequestError`` for several answers: their requests would share one transfer."""
-    if request.get("n") not in (None, 1):
-        raise BadRequestError(f"n is {request['n']}: KV is transferred for one answer; send n=1")
+def _is_aborted(answer: _Answer) -> bool:
+    """Return whether vLLM has aborted a request, which it answers with status 200."""
+    if answer.status != HTTPStatus.OK:
+        return False
+    choices = _decoded(answer.body).get("choices")
+    return isinstance(choices, list) and any(c.get("finish_reason") == ABORTED for c in choices)
+
+
+def _aborted_answer(
+    path: str, request: Mapping[str, Any], *, first: bool
+) -> tuple[Message, Message]:
+    """Return vLLM's answer to a request that was aborted before its first token.
+
+    That to a first leg has a name for the second leg, which then ends in the same way.
+    """
+    streams, name = bool(request.get("stream")) and not first, f"aborted-{uuid.uuid4().hex}"
+    nothing = {"role": "assistant", "content": ""}
+    kind = "text_completion"
+    choice: dict[str, Any] = {"index": 0, "finish_reason": ABORTED}
+    if path == CHAT_PATH:
+        kind = "chat.completion.chunk" if streams else "chat.completion"
+        choice["delta" if streams else "message"] = nothing
+    else:
+        choice["text"] = ""
+    whole = {"id": name, "object": kind, "created": int(time.time()), "choices": [choice]}
+    whole["model"] = request.get("model")
+    if first:
+        whole[PARAMETERS] = {"do_remote_prefill": True, "remote_request_id": name}
+    if not streams:
+        whole["usage"] = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        return json_answer(HTTPStatus.OK, msgspec.json.encode(whole))
+    headers = [(b"content-type", b"text/event-stream")]
+    start = {"type": "http.response.start", "status": 200, "headers": headers}
+    return start, {"type": "http.response.body", "body": server_event(whole) + STREAM_END}
+
+
+def _several(request: Mapping[str, Any]) -> str:
+    """Return why there is no transfer for several answers, whose requests would share it."""
+    if request.get("n") in (None, 1):
+        return ""
+    return f"n is {request['n']}: KV is transferred for one answer; send n=1"
 
 
 def _decoded(body: bytes) -> dict[str, Any]:

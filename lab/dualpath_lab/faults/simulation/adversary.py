@@ -61,6 +61,7 @@ class ClusterFeature(enum.Enum):
     FRONT_ENDS = enum.auto()
     UNITS = enum.auto()
     LEASE = enum.auto()
+    PROXIES = enum.auto()
 
 
 class FaultKind(msgspec.Struct, frozen=True):
@@ -224,6 +225,35 @@ class Adversary:
         if (front_end := self._some_front_end()) is not None:
             front_end.kill()
 
+    def kill_proxy(self) -> None:
+        """SIGKILL of a proxy of others, perhaps between two legs; the supervisor restarts it."""
+        if proxies := self.cluster.proxies.alive:
+            self.world.chance.choice(proxies).kill()
+
+    def end_between_legs(self, polls: int = _CALL_POLLS) -> None:
+        """SIGKILL of the router or an engine while the KV of a first leg waits for the second."""
+        router = self.cluster.router
+        if not router.serves or not router.service.scheduler.handovers.offered:
+            if polls:
+                again = functools.partial(self.end_between_legs, polls - 1)
+                self.world.after(_CALL_POLL_S, again)
+            return
+        decoding = {
+            offered.decode_engine.engine_id
+            for offered in router.service.scheduler.handovers.offered
+        }
+        victims = sorted(decoding & self.cluster.engines.keys())
+        prefilling = [
+            name
+            for name, engine in sorted(self.cluster.engines.items())
+            if engine.settings.engine.role is Role.PREFILL
+        ]
+        victim = self.world.chance.choice([*victims, *victims, *prefilling, None])
+        if victim is None:
+            self.kill_router()
+        elif self.cluster.engines[victim].process.alive:
+            self.cluster.restart_engine(victim, self._pause_s())
+
     def kill_both(self) -> None:
         """SIGKILL of the router and a front end at once."""
         self.kill_router()
@@ -295,12 +325,14 @@ class Adversary:
             call = self.world.chance.choice(calls)
             direction = self.world.chance.choice(tuple(Direction))
             call.cut.add(direction)
+            self.cluster.shared.silenced = True
             self.world.note("network", f"drops a call to an engine, {direction.name}")
 
     def silence_server(self) -> Callable[[], None] | None:
         """Drop the packets of an engine's HTTP server in one direction or both."""
         engine = self.cluster.engines[self._some_engine()]
         directions = self.world.chance.choice((tuple(Direction), *((d,) for d in Direction)))
+        self.cluster.shared.silenced = True
         names = ", ".join(direction.name for direction in directions)
         self.world.note(engine.name, f"packets of its HTTP server are dropped: {names}")
         return self._perhaps_long(engine, self.cluster.shared.http.drop(engine, directions))
@@ -358,6 +390,7 @@ class Adversary:
     def hanging_transfers(self) -> Callable[[], None]:
         """Make a transfer last longer than all time-outs."""
         faults = self.cluster.shared.transfer_faults
+        self.cluster.shared.silenced = True
         faults.stall_s = _HANG_S
         self.transfer_hangs = True
         return self.set(faults, "to_stall", 1)
@@ -420,6 +453,15 @@ FAULT_KINDS = (
         Component.ROUTERS,
         Adversary.kill_front_end,
         needs=ClusterFeature.FRONT_ENDS,
+    ),
+    FaultKind(
+        "kill a proxy", Component.NETWORK, Adversary.kill_proxy, needs=ClusterFeature.PROXIES
+    ),
+    FaultKind(
+        "kill an engine or the router between two legs",
+        Component.ENGINES,
+        Adversary.end_between_legs,
+        needs=ClusterFeature.PROXIES,
     ),
     FaultKind(
         "kill the router and a front end",

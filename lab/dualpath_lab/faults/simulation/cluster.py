@@ -24,8 +24,11 @@ from dualpath_lab.faults.simulation.settings import (
     engine_settings,
     stored_bytes,
 )
+from dualpath_lab.faults.simulation.two_legs import Proxies
 from dualpath_lab.faults.simulation.world import World
 
+#: Share of requests in clusters with proxies that are sent to those.
+_BEHIND_PROXIES = 3 / 4
 #: The engines of the second unit are numbered from here.
 _UNIT_NUMBERS = 10
 #: Delay until a rank notices that another one of its group has ended.
@@ -56,7 +59,7 @@ class _Group(msgspec.Struct):
 class Cluster:
     """``engines`` are the current processes, distributed over ``hosts`` machines."""
 
-    def __init__(self, world: World, settings: ClusterSettings) -> None:
+    def __init__(self, world: World, settings: ClusterSettings, faults: int = 0) -> None:
         self.world = world
         self.settings = settings
         self.shared = ClusterResources(
@@ -80,6 +83,9 @@ class Cluster:
             [self._start_router(unit) for _ in range(count)] for unit, count in enumerate(counts)
         ]
         self.front_ends = FrontEnds(self.shared, settings.router, settings.front_ends, self._host)
+        self.proxies = Proxies(
+            *(self.shared, settings.proxies, self._host, self._serving, self._all_joined, faults)
+        )
         for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
             for index in range(count):
                 group = _Group(engine_id(role, index))
@@ -111,14 +117,16 @@ class Cluster:
     @property
     def endpoints(self) -> Sequence[ClientEndpoint]:
         """The current processes that can serve clients."""
-        return [*self.routers, *self.front_ends.alive]
+        return [*self.routers, *self.front_ends.alive, *self.proxies.alive]
 
     def engines_of(self, unit: int) -> Sequence[str]:
         """Return the engines of a unit."""
         return [name for name in sorted(self.engines) if self._groups[name].unit == unit]
 
     def endpoint(self) -> ClientEndpoint:
-        """Return the process to which a client connects now: the router or a front end."""
+        """Return the process to which a client connects now: router, front end or proxy."""
+        if (proxies := self.proxies.alive) and self.world.chance.random() < _BEHIND_PROXIES:
+            return self.world.chance.choice(proxies)
         serving: list[ClientEndpoint] = [*self.front_ends.serving]
         if not serving:
             return self.router
@@ -248,6 +256,7 @@ class Cluster:
             if follower.process.alive != follower.engine.process.alive:
                 found.append(f"only one of {follower.engine.name} and {follower.name} has ended")
         found += self.front_ends.held_when_idle()
+        found += self.proxies.held_when_idle()
         if all(router.serves for router in self.routers):
             registries = [router.service.registry for router in self.routers]
             alive = [info for registry in registries for info in registry.alive()]
@@ -329,11 +338,22 @@ class Cluster:
             self.world.after(_DUPLICATE_ENGINE_S, former.kill)
         settings = engine_settings(self.settings, role, engine_id, api_url)
         failed = functools.partial(self._start_failed, engine_id)
-        control = self.shared.units[self._groups[engine_id].unit].control
-        engine = SimEngine(self.shared, control, settings, start, self._host(engine_id), dp, failed)
+        unit = self.shared.units[self._groups[engine_id].unit]
+        engine = SimEngine(self.shared, unit, settings, start, self._host(engine_id), dp, failed)
         self.engines[engine_id] = engine
         self._followers += engine.followers
         self.shared.http.servers[settings.engine.api_url] = engine
+
+    def _serving(self, role: Role) -> Mapping[str, str]:
+        """Return the URLs of the engines of a role that serve, by name."""
+        serving = [engine for engine in self.engines.values() if engine.serves]
+        own = [engine.settings.engine for engine in serving]
+        return {engine.engine_id: engine.api_url for engine in own if engine.role is role}
+
+    def _all_joined(self) -> bool:
+        """Whether the router has all engines."""
+        registry = self.router.service.registry
+        return all(registry.live(name) is not None for name in self.engines)
 
     def _start_failed(self, engine_id: str) -> None:
         self.restart_engine(engine_id, self.world.pick(_PAUSES_S))

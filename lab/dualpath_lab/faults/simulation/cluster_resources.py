@@ -128,6 +128,10 @@ class ClusterResources:
         self.janitor_checker = JanitorChecker(world, self.disk, protect_s)
         #: Namespaces of all stored blocks.
         self.namespaces: dict[StoreNamespace, None] = {}
+        #: Whether a fault has made connections or transfers silent, perhaps for ever.
+        self.silenced = False
+        #: The names of all attempts that engines have begun for legs.
+        self.leg_names: set[str] = set()
         self._processes: dict[int, Process] = {}
         #: The processes of other ranks of an engine, by the number of its first rank's process.
         self._ranks: dict[int, list[Process]] = defaultdict(list)

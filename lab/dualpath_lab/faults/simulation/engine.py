@@ -36,7 +36,7 @@ from dualpath_lab.emulated.prefill import PrefillEngine
 from dualpath_lab.emulated.rank_processes import ConnectedLeader
 from dualpath_lab.emulated.requests import Answer, Sampling
 from dualpath_lab.emulated.settings import EmulatedSettings
-from dualpath_lab.faults.simulation.cluster_resources import ClusterResources
+from dualpath_lab.faults.simulation.cluster_resources import ClusterResources, UnitNetworks
 from dualpath_lab.faults.simulation.connections import ADDRESS, Connection, Network
 from dualpath_lab.faults.simulation.disk import ROOT, Disk, SimCalls, StorageFaults
 from dualpath_lab.faults.simulation.http import Call
@@ -44,6 +44,7 @@ from dualpath_lab.faults.simulation.janitor_checks import CheckedCalls
 from dualpath_lab.faults.simulation.ranks import SimFollower
 from dualpath_lab.faults.simulation.threads import SimThreads, Waiting
 from dualpath_lab.faults.simulation.transfers import SimTransport
+from dualpath_lab.faults.simulation.two_legs import PATH, SimLegs
 
 # ----------------------------------------------------------------------------------------- storage
 # The storage of a simulated cluster: the real file storage on a simulated, unreliable disk.
@@ -299,14 +300,15 @@ _POLL_S = 0.05
 class SimEngine:
     """An engine from the start of its process to its end; ``name`` has the number of the start.
 
-    Its first rank runs in ``process``; the other ranks are ``followers``.  ``control`` leads to its
-    scheduler.  ``start_failed`` is called if it has ended because it cannot use its storage.
+    Its first rank runs in ``process``; the other ranks are ``followers``.  ``unit`` has the
+    networks of its scheduler.  ``start_failed`` is called if it has ended because it cannot use its
+    storage.
     """
 
     def __init__(
         self,
         shared: ClusterResources,
-        control: Network,
+        unit: UnitNetworks,
         settings: EmulatedSettings,
         start: int,
         host: str,
@@ -316,7 +318,7 @@ class SimEngine:
         self.settings = settings
         self._start_failed = start_failed
         self._dp = dp
-        self.shared, self._control = shared, control
+        self.shared, self._control = shared, unit.control
         self.engine_id = settings.engine.engine_id
         self.name = f"{self.engine_id}#{start}"
         self.host = host
@@ -325,7 +327,8 @@ class SimEngine:
         self.transport: SimTransport | None = None
         self.plane: DataPlane | None = None
         self._engine: PrefillEngine | DecodeEngine | None = None
-        self._admission: Admission | None = None
+        #: Takes requests; None before the engine has started.
+        self.admission: Admission | None = None
         self._ending = False
         self._leaving = False
         #: Data planes of this process so far, each with other weights.
@@ -339,6 +342,8 @@ class SimEngine:
         shared.world.note(self.name, "starts")
         others = range(1, settings.tensor_parallel_size)
         self.followers = tuple(SimFollower(self, rank) for rank in others)
+        #: Its server of legs, if a proxy sends them.
+        self.legs = SimLegs(self, unit.links) if settings.engine.two_leg_scheduler else None
         self.threads.start("main", self._main)
 
     # ------------------------------------------------------------------ start and end
@@ -379,7 +384,9 @@ class SimEngine:
         prefills = self.settings.engine.role is Role.PREFILL
         self._engine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
         self._engine.start()
-        self._admission = Admission(plane, self._engine)
+        self.admission = Admission(plane, self._engine)
+        if self.legs is not None:
+            self.legs.start()
         plane.membership.join(self.settings.engine.api_url, dp=self._dp)
 
     def change_weights(self, weights: str) -> None:
@@ -435,6 +442,8 @@ class SimEngine:
         self.shared.world.note(self.name, "has drained" if drained.is_set() else "ends undrained")
         self._leaving = True
         self.shared.http.server_died(self)
+        if self.legs is not None:
+            self.legs.stop()
         self._engine.close()
         self.plane.close()
         limit = TimeLimit(self.threads, _RANKS_END_S)
@@ -455,6 +464,8 @@ class SimEngine:
         self.shared.world.note(self.name, "is dead")
         self.process.kill()
         self.shared.http.server_died(self)
+        if self.legs is not None:
+            self.shared.http.caller_died(self.legs.loop)
         if self.transport is not None:
             self.shared.fabric.kill(self.transport.agent)
         for follower in self.followers:
@@ -470,10 +481,13 @@ class SimEngine:
     @property
     def serves(self) -> bool:
         """Whether its server accepts connections."""
-        return self.process.alive and self._admission is not None and not self._leaving
+        return self.process.alive and self.admission is not None and not self._leaving
 
     def serve(self, body: bytes, call: Call) -> None:
-        """Accept a request on a thread of its own."""
+        """Accept a request on a thread of its own, or a leg in the loop of the server of legs."""
+        if (legs := self.legs) is not None and call.path == PATH:
+            self.process.step(lambda: legs.serve(body, call))
+            return
         self._on_thread("api", lambda: self._accept(body, call))
 
     def ask(self, reply: Callable[[Mapping[str, float | None]], None]) -> None:
@@ -493,11 +507,11 @@ class SimEngine:
         self.process.step(lambda: self.threads.start(name, work))
 
     def _accept(self, body: bytes, call: Call) -> None:
-        assert self._admission is not None
+        assert self.admission is not None
         try:
             request = decode_body(body, GenerateRequest[Sampling])
-            transfer = self._admission.transfer(request)
-            prefix = self._admission.prefix(request, transfer)
+            transfer = self.admission.transfer(request)
+            prefix = self.admission.prefix(request, transfer)
         except DualPathError as error:
             self.shared.world.note(self.name, f"refuses {request.request_id}: {error}")
             call.deliver(error)
@@ -512,7 +526,7 @@ class SimEngine:
             else:
                 self._calls.pop(name, None)
 
-        abort = self._admission.submit(request, transfer, prefix, deliver)
+        abort = self.admission.submit(request, transfer, prefix, deliver)
 
         def aborted() -> None:
             self._calls.pop(name, None)
@@ -641,7 +655,8 @@ class SimEngine:
             "half-written files": (len(self._files.half_written(self.name)), 0),
             "retained blocks": (manager.buffer.retained, 0),
         }
-        return [
+        legs = [] if self.legs is None else self.legs.held_when_idle()
+        return legs + [
             f"{self.name}: {what} {found}, not {right}"
             for what, (found, right) in counts.items()
             if found != right

@@ -12,16 +12,24 @@ arrives in that direction, and neither end notices.
 import asyncio
 import enum
 import functools
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import msgspec
+from multidict import CIMultiDict
 
 from dualpath.core.errors import DualPathError, EngineLostError
+from dualpath.router.asgi import Message
 from dualpath.router.engine_calls import Job, OpenCalls
 from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE, engine_error
-from dualpath.router.token_api.wire import Choice, GenerateAnswer, GenerateRequest
+from dualpath.router.token_api.wire import (
+    GENERATE_PATH,
+    Choice,
+    GenerateAnswer,
+    GenerateRequest,
+)
 from dualpath_lab.emulated.requests import Answer
 from dualpath_lab.faults.simulation.event_loop import ProcessLoop
 from dualpath_lab.faults.simulation.world import World
@@ -67,9 +75,16 @@ class HttpNetwork:
         #: Directions in which packets of a server are dropped, and what they would have done.
         self._dropped: dict[tuple[Server, Direction], list[Callable[[], None]]] = {}
 
-    def open(self, url: str, body: bytes, loop: ProcessLoop) -> "Call":
+    def open(
+        self,
+        url: str,
+        body: bytes,
+        loop: ProcessLoop,
+        path: str = GENERATE_PATH,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+    ) -> "Call":
         """Begin a call."""
-        call = Call(self, self.servers[url], loop)
+        call = Call(self, self.servers[url], loop, path, tuple(headers))
         self.calls[call] = None
         connect = functools.partial(call.connect, body)
         self.world.after(self.delay_s(), lambda: call.arrive(Direction.TO_SERVER, connect))
@@ -136,12 +151,25 @@ class HttpNetwork:
         return self.world.pick(_DELAYS_S)
 
 
+#: What arrives of a response: an answer of the token API, its error, a part of another response, or
+#: why the connection broke.
+Part = Answer | DualPathError | Message | str
+
+
 class Call:
     """One request; the parts of its response arrive in order."""
 
-    def __init__(self, network: HttpNetwork, server: Server, loop: ProcessLoop) -> None:
+    def __init__(
+        self,
+        network: HttpNetwork,
+        server: Server,
+        loop: ProcessLoop,
+        path: str,
+        headers: tuple[tuple[bytes, bytes], ...],
+    ) -> None:
         self.server = server
-        self.arrived: asyncio.Queue[Answer | DualPathError | str] = asyncio.Queue()
+        self.path, self.headers = path, headers
+        self.arrived: asyncio.Queue[Part] = asyncio.Queue()
         self._network = network
         self.caller = loop
         self._abort: Callable[[], None] | None = None
@@ -171,7 +199,7 @@ class Call:
         if not self._open:
             self.server.aborted(abort)
 
-    def deliver(self, answer: Answer | DualPathError) -> None:
+    def deliver(self, answer: Answer | DualPathError | Message) -> None:
         """Send a part of the engine's response."""
         self._send(answer)
 
@@ -190,7 +218,7 @@ class Call:
             abort = functools.partial(self.server.aborted, self._abort)
             self._network.world.after(self._network.delay_s(), abort)
 
-    def _send(self, item: Answer | DualPathError | str) -> None:
+    def _send(self, item: Part) -> None:
         if self._open:
             world = self._network.world
             self._free_s = max(self._free_s, world.now_s + self._network.delay_s())
@@ -240,6 +268,7 @@ class SimTokenApi:
                     raise EngineLostError(f"{named} does not answer: {answer}; restart it")
                 if isinstance(answer, DualPathError):
                     raise engine_error(named, BAD_REQUEST, str(answer))
+                assert isinstance(answer, Answer), "the token API answers"
                 if answer.error is not None:
                     raise engine_error(named, UNPROCESSABLE, answer.error)
                 yield Choice(list(answer.token_ids), answer.finish_reason)
@@ -247,6 +276,15 @@ class SimTokenApi:
                     return
         finally:
             call.close()
+
+    @asynccontextmanager
+    async def pass_on(
+        self, engine: EngineInfo, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> "AsyncIterator[SimResponse]":
+        """Send a client's request to an engine; the head of its answer, of any status, is there."""
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        async with respond(self._network, engine.api_url, self._loop, path, body, raw) as response:
+            yield response
 
     async def answers(self, engine: EngineInfo) -> None:
         """Return if the engine's server answers."""
@@ -258,3 +296,56 @@ class SimTokenApi:
 
     async def aclose(self) -> None:
         """Nothing to close: each call closes itself."""
+
+
+class SimResponse:
+    """The part of ``aiohttp.ClientResponse`` that is used; ``call`` receives what follows."""
+
+    def __init__(self, url: str, head: Message, call: Call) -> None:
+        self.status = int(head["status"])
+        self.raw_headers = tuple(head.get("headers", ()))
+        self.headers = CIMultiDict((n.decode(), v.decode()) for n, v in self.raw_headers)
+        self.content_type = self.headers.get("content-type", "")
+        self.content = self
+        self._url, self._call = url, call
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        """Yield the body as it arrives; raises ``EngineLostError`` if the connection breaks."""
+        more = True
+        while more:
+            part = await _next(self._url, self._call)
+            more = part.get("more_body", False)
+            if body := part.get("body"):
+                yield body
+
+    async def read(self) -> bytes:
+        """Return the rest of the body; raises as ``iter_any``."""
+        return b"".join([piece async for piece in self.iter_any()])
+
+
+@asynccontextmanager
+async def respond(
+    network: HttpNetwork,
+    url: str,
+    loop: ProcessLoop,
+    path: str,
+    body: bytes,
+    headers: Iterable[tuple[bytes, bytes]],
+) -> AsyncIterator[SimResponse]:
+    """Call a server, and close the connection at the end; the head of the response is there.
+
+    Raises ``EngineLostError`` if the server does not answer.
+    """
+    call = network.open(url, body, loop, path, headers)
+    try:
+        yield SimResponse(url, await _next(url, call), call)
+    finally:
+        call.close()
+
+
+async def _next(url: str, call: Call) -> Message:
+    part = await call.arrived.get()
+    if isinstance(part, str):
+        raise EngineLostError(f"{url} does not answer: {part}; restart it")
+    assert not isinstance(part, Answer | DualPathError), "another path than the token API's"
+    return part

@@ -37,6 +37,7 @@ from dualpath.node import host_process
 from dualpath.node.host_process import ProcessTable, Sight
 from dualpath.node.system_calls import create_file
 from dualpath.policy.units import UnitPolicy
+from dualpath.router import two_legs
 from dualpath.router.engine_calls import Job
 from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import Attempt, RequestLife
@@ -46,6 +47,7 @@ from dualpath.router.scheduler.attempt import EngineAttempt
 from dualpath.router.scheduler.control_server import ControlServer, LivenessProbes, NamedPeers
 from dualpath.router.scheduler.exchange import Exchange
 from dualpath.router.scheduler.front_end_server import FrontEndServer, FrontEndSession
+from dualpath.router.scheduler.handovers import Handovers
 from dualpath.router.scheduler.leases import KubernetesLease, LeasedLeadership
 from dualpath.router.scheduler.pauses import SuspectList
 from dualpath.router.scheduler.registry import EngineState, Registry
@@ -63,6 +65,7 @@ from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import NamespaceDirectory, PosixStorage, refused
 from dualpath.storage.quotas import StorageLimits, StoredBytes
+from dualpath_lab.emulated.engine_server import Admission
 from dualpath_lab.faults.simulation.cluster_resources import ProcView, SimProcessTable
 from dualpath_lab.faults.simulation.settings import BLOCK_TOKENS
 
@@ -272,6 +275,64 @@ FRONT_END_BUGS: dict[str, PlantedBug] = {
     "size-kept": PlantedBug(
         "a resized group counts as back with its old number of ranks",
         replaced(Roles, "_all_back", lambda self, new: len(new) == len(self._epochs)),
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------ bugs of legs
+# Requests in two legs, which a proxy of others sends to engines.
+
+
+def _freed_when_late(
+    self: FrontEndSession,
+    name: str,
+    attempt: EngineAttempt,
+    listener: Any,  # noqa: ANN401 - the one of ``FrontEndSession``
+) -> None:
+    """``FrontEndSession._own`` that frees a first leg's slots after ``second_leg_timeout_s``."""
+    _own(self, name, attempt, listener)
+    scheduler = self._scheduler
+
+    def free() -> None:
+        if attempt._placed and scheduler.exchange.get(name) is attempt:
+            scheduler.releases.release(attempt.decode_engine.engine_id, name, "it is late")
+
+    if attempt._order.handover:
+        limit_s = scheduler.settings.second_leg_timeout_s
+        asyncio.get_running_loop().call_later(limit_s, free)
+
+
+_own = FrontEndSession._own
+
+
+class _BlindWatch(CallWatch):
+    """Notices no silent call."""
+
+    async def _tick(self) -> None:
+        """Do nothing."""
+
+
+#: By name, in the order of the reference.
+LEG_BUGS: dict[str, PlantedBug] = {
+    "late-leg-freed": PlantedBug(
+        "a DE's slots are freed when a second leg is due although the first one still writes there",
+        replaced(FrontEndSession, "_own", _freed_when_late),
+    ),
+    "leg-of-another": PlantedBug(
+        "a decode engine uses the KV of another prompt if a second leg names it",
+        replaced(Admission, "check_prompt", lambda self, request, transfer, prefix: None),
+    ),
+    "offer-unending": PlantedBug(
+        "the slots of a request whose second leg does not come are never freed",
+        replaced(Handovers, "withdraw", lambda self, attempt_id, reason: None),
+    ),
+    "leg-unwatched": PlantedBug(
+        "an engine does not report that a leg waits for its core, which hangs",
+        replaced(two_legs, "CallWatch", _BlindWatch),
+    ),
+    "first-leg-unended": PlantedBug(
+        "a second leg goes on waiting for a first leg that has failed",
+        replaced(Handovers, "first_leg_ended", lambda self, attempt_id: None),
     ),
 }
 
@@ -721,6 +782,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     **STORAGE_BUGS,
     **TENANT_BUGS,
     **FRONT_END_BUGS,
+    **LEG_BUGS,
     **LEADERSHIP_BUGS,
 }
 

@@ -3,8 +3,9 @@
 import asyncio
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
+from typing import Protocol
 
 import msgspec
 
@@ -13,7 +14,6 @@ from dualpath.core.errors import DualPathError
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.linked_front_end import LinkedFrontEnd
-from dualpath.router.requests.front_end import FrontEnd
 from dualpath.router.requests.request import Attempt
 from dualpath.router.scheduler.leadership import FileLeadership, bound, stop_when_lost
 from dualpath.router.scheduler.leases import LeasedLeadership
@@ -21,6 +21,7 @@ from dualpath.router.scheduler.link_messages import FromFrontEnd, FromScheduler
 from dualpath.router.scheduler.remote import RemoteScheduling
 from dualpath.router.service import RouterService
 from dualpath.router.settings import LinkSettings, RouterSettings
+from dualpath.router.stages import RequestRecord
 from dualpath_lab.emulated.router_server import EngineClient
 from dualpath_lab.faults.simulation.cluster_resources import ClusterResources, UnitNetworks
 from dualpath_lab.faults.simulation.connections import FRONT_END_ADDRESSES, Connection, Network
@@ -35,6 +36,23 @@ _DELAYS_S = (0.0001, 0.0005, 0.002)
 
 #: What a client receives: tokens, an error, None at a regular end, "reset" for a lost connection.
 Reply = TokenEvent | DualPathError | str | None
+
+
+class Service(Protocol):
+    """What serves the requests of clients."""
+
+    @property
+    def records(self) -> Collection[RequestRecord]:
+        """The requests that have ended."""
+        ...
+
+    def submit(self, job: Job) -> AsyncGenerator[TokenEvent, None]:
+        """Yield the tokens of a request."""
+        ...
+
+    async def drain(self) -> None:
+        """Take no new requests; return when those that run have ended."""
+        ...
 
 
 class ClientEndpoint(ABC):
@@ -56,8 +74,8 @@ class ClientEndpoint(ABC):
 
     @property
     @abstractmethod
-    def service(self) -> FrontEnd:
-        """The front end for clients."""
+    def service(self) -> Service:
+        """What serves the requests of clients."""
 
     @abstractmethod
     def held_when_idle(self) -> list[str]:
@@ -481,6 +499,7 @@ class SimRouter(ClientEndpoint):
             "releases held": 0 if self._shared.unproven else scheduler.releases.held,
             "loads recorded by the scheduler": int(not scheduler.idle),
             "attempts": len(scheduler.exchange),
+            "attempts between their legs": len(scheduler.handovers),
             "clients": self.clients,
             "blocks cached for sessions": scheduler.sessions.cached_blocks,
             "role switches": int(scheduler.roles.current is not None),

@@ -38,6 +38,7 @@ from dualpath.engine.passes import pump
 from dualpath.engine.ranks import follower
 from dualpath.launch import local_cluster
 from dualpath.node.host_process import file_owner_host
+from dualpath.router import two_legs
 from dualpath.router.scheduler import front_end_server
 from dualpath.storage import janitor
 from dualpath.storage.block_file import HEADER_BYTES, FileOrder, defect_of_file
@@ -349,6 +350,8 @@ _TICK_S = 0.15
 _HEARTBEAT_S = 0.75
 #: Delay of acknowledgements to a front end.
 _ACKNOWLEDGE_S = 0.3
+#: What legs reserve HBM for: requests here generate fewer tokens, and memories are small.
+_EXPECTED_NEW_TOKENS = 13
 #: How often the supervisor of engines polls requested roles.
 _ROLE_POLL_S = 0.2
 #: The heartbeat interval of the storage janitor, the time after which its lease expires without
@@ -402,6 +405,7 @@ def _slow_polls() -> Iterator[None]:
         mock.patch.multiple(link, TICK_S=_TICK_S, HEARTBEAT_S=_HEARTBEAT_S),
         mock.patch.object(front_end_server, "ACKNOWLEDGE_S", _ACKNOWLEDGE_S),
         mock.patch.object(local_cluster, "INTERVAL_S", _ROLE_POLL_S),
+        mock.patch.object(two_legs, "EXPECTED_NEW_TOKENS", _EXPECTED_NEW_TOKENS),
         mock.patch.object(follower, "_POLL_S", _TICK_S),
         mock.patch.multiple(storage_maintenance, BEAT_S=_JANITOR_BEAT_S, LEASE_S=_LEASE_S),
         mock.patch.multiple(janitor, BEAT_S=_JANITOR_BEAT_S, SAVE_S=_SAVE_S, SETTLED_S=_SAVE_S),
@@ -479,12 +483,14 @@ class _Run:
             world.note("world", f"salts {settings.salts}, a quota of {quota} blocks for each")
         if append_tokens := settings.router.append_at_decode_tokens:
             world.note("world", f"decode engines append up to {append_tokens} tokens")
+        if settings.proxies:
+            world.note("world", f"{settings.proxies} proxies of others")
         if settings.node_dram_blocks:
             world.note("world", f"{settings.node_dram_blocks} blocks of DRAM for each machine")
         if settings.weight_updates:
             world.note("world", f"a trainer changes the weights {settings.weight_updates} times")
         self.world = world
-        self.cluster = Cluster(world, settings)
+        self.cluster = Cluster(world, settings, self.faults)
         self.tenants = Tenants(self.cluster)
         if settings.quota_blocks and world.seed % 2:
             world.after(
@@ -499,6 +505,7 @@ class _Run:
         features |= {ClusterFeature.FRONT_ENDS} if settings.front_ends else set()
         features |= {ClusterFeature.UNITS} if settings.units > 1 else set()
         features |= {ClusterFeature.LEASE} if settings.standby.leased else set()
+        features |= {ClusterFeature.PROXIES} if settings.proxies else set()
         possible = [kind for kind in kinds if kind.needs in (None, *features)]
         self.adversary = Adversary(world, self.cluster, self.clients, self.faults, possible)
 
@@ -550,9 +557,11 @@ class _Run:
 
     def _naming(self) -> Iterator[str]:
         """Yield the tables of live processes that name a request."""
-        names = {request.name for request in self.clients.requests}
+        names = {request.name for request in self.clients.requests} | self.cluster.shared.leg_names
         engines = [engine for engine in self.cluster.engines.values() if engine.process.alive]
-        roots: list[tuple[str, object]] = [(e.name, (e.plane, e._engine)) for e in engines]
+        roots: list[tuple[str, object]] = [
+            (e.name, (e.plane, e._engine, e.legs and e.legs.server)) for e in engines
+        ]
         roots += [(e.name, e.service) for e in self.cluster.endpoints]
         bounded = QUARANTINES if self.cluster.shared.unproven else frozenset()
         for process, root in roots:
@@ -570,6 +579,9 @@ class _Run:
             for record in endpoint.service.records:
                 for failure in record.failures:
                     self.world.problem(f"an attempt at {record.request_id} failed: {failure}")
+        for proxy in self.cluster.proxies.all:
+            for failure in proxy.failures:
+                self.world.problem(f"a leg failed: {failure}")
         for what in self.role_changes.failed():
             self.world.problem(f"a role switch failed: {what}")
 

@@ -13,6 +13,7 @@ from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.node_dram import page_rounded
 from dualpath_lab.emulated.settings import EmulatedSettings, Verify, part_geometry
 from dualpath_lab.faults.simulation.cluster_resources import ProcView
+from dualpath_lab.faults.simulation.connections import FRONT_END_ADDRESSES
 from dualpath_lab.faults.simulation.disk import NODE_DRAM_ROOT
 from dualpath_lab.faults.simulation.leadership import LeaderElection
 from dualpath_lab.faults.simulation.world import World
@@ -82,8 +83,9 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     the number of turns of each from ``turns`` and every pause between two turns from ``pauses_s``.
     ``salts`` are the agents' cache salts, in turn; with several of them every two agents send the
     same prompts.  ``tenant_quota_blocks`` above 0 limits the stored blocks of each salt.
-    ``proc`` is what ``/proc`` shows on the first machine, where the router is.  A trainer changes
-    the weights of all engines ``weight_updates`` times.
+    ``proxies`` are those of others, which send the legs of requests to engines.  ``proc`` is what
+    ``/proc`` shows on the first machine, where the router is.  A trainer changes the weights of all
+    engines ``weight_updates`` times.
     """
 
     mode: Mode
@@ -113,6 +115,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     salts: tuple[str | None, ...] = (None,)
     tenant_quota_blocks: int = 0
     weight_updates: int = 0
+    proxies: int = 0
 
     @property
     def has_quota(self) -> bool:
@@ -145,6 +148,7 @@ def engine_settings(
         storage_quota=cluster.quota_blocks * stored_bytes(cluster.geometry),
         storage_tenant_quota=cluster.tenant_quota_blocks * stored_bytes(cluster.geometry),
         storage_protect_s=PROTECT_S,
+        two_leg_scheduler=FRONT_END_ADDRESSES[0] if cluster.proxies else "",
         dram_dir=NODE_DRAM_ROOT if cluster.node_dram_blocks else "",
         dram_bytes=cluster.node_dram_blocks * page_rounded(stored_bytes(cluster.geometry)),
     )
@@ -242,6 +246,8 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         settings = _with_tenants(settings, world.seed)
     if has_trainer(world.seed):
         return _with_trainer(settings, world.seed)
+    if has_proxies(world.seed):
+        return _with_proxies(settings, world.seed)
     return _with_roles_that_change(settings, world.seed) if world.seed % 7 == 3 else settings
 
 
@@ -344,6 +350,32 @@ def _with_trainer(settings: ClusterSettings, seed: int) -> ClusterSettings:
         turns=(2, 3),
         pauses_s=(0.0, 0.1, 0.5),
         weight_updates=updates,
+    )
+
+
+#: Clusters with proxies of others, by their seed modulo 11.
+_BEHIND_OTHERS = (4, 7, 8)
+
+
+def has_proxies(seed: int) -> bool:
+    """Whether a proxy of others sends legs to engines: none where roles or weights change."""
+    return seed % 11 in _BEHIND_OTHERS and seed % 7 != 3 and not has_trainer(seed)
+
+
+def _with_proxies(settings: ClusterSettings, seed: int) -> ClusterSettings:
+    """Let proxies of others send legs, as in a fifth of clusters; no engine is in a group there."""
+    chance = Random(f"proxies of {seed}")
+    router = msgspec.structs.replace(
+        settings.router, front_ends_port=0, first_leg_timeout_s=0.5, second_leg_timeout_s=3.0
+    )
+    return msgspec.structs.replace(
+        settings,
+        router=router,
+        decode=chance.choice((1, 2, 2, 3)),
+        prefill_ranks=1,
+        decode_ranks=1,
+        units=1,
+        proxies=chance.choice((1, 1, 2)),
     )
 
 

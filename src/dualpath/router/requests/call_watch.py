@@ -17,10 +17,10 @@ stopped, counts as one tick: what has arrived meanwhile is still unread.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from dualpath.core.errors import DualPathError, EngineLostError
-from dualpath.router.engine_calls import EngineCalls, OpenCalls
+from dualpath.router.engine_calls import OpenCalls
 from dualpath.router.engines import EngineInfo
 from dualpath.router.waits import within_own_time
 
@@ -59,20 +59,21 @@ class OpenCall:
 class CallWatch:
     """The calls of one front end that are open.
 
-    ``silence_s`` without a byte leads to an inquiry, which has to be answered within ``answer_s``.
+    ``silence_s`` without a byte leads to an inquiry, which has to be answered within ``answer_s``:
+    ``open_calls`` returns the calls that an engine's server has, None if it does not report them.
     ``call_waits`` gets the engine of a silent call that its server has, and for how many seconds
     the call has been silent; ``broken_off`` is called for each call that ends.
     """
 
     def __init__(
         self,
-        calls: EngineCalls,
+        open_calls: Callable[[EngineInfo], Awaitable[OpenCalls | None]],
         silence_s: float,
         answer_s: float,
         call_waits: Callable[[EngineInfo, float], None],
         broken_off: Callable[[], None],
     ) -> None:
-        self._calls = calls
+        self._open_calls = open_calls
         self._tick_s = silence_s / _TICKS
         self._answer_s = answer_s
         self._call_waits = call_waits
@@ -124,7 +125,7 @@ class CallWatch:
         silent = [call for call in self._open.get(writer, ()) if call.silent_ticks >= _TICKS]
         before = {call: call.silent_ticks for call in self._open.get(writer, ())}
         try:
-            served = await within_own_time(self._calls.open_calls(engine), self._answer_s)
+            served = await within_own_time(self._open_calls(engine), self._answer_s)
         except (DualPathError, TimeoutError) as error:
             now = self._open.get(writer, {})
             if all(call.silent_ticks >= ticks for call, ticks in before.items() if call in now):
@@ -142,13 +143,13 @@ class CallWatch:
             self._end(
                 call,
                 f"the HTTP server of engine {engine.engine_id} at {engine.api_url} is silent: no "
-                f"byte of call {call.call_id} for {self._silent_s(call):g} s, and to the question "
+                f"byte of call {call.call_id} for {self.silent_s(call):g} s, and to the question "
                 f"for its calls: {answer}; see the engine's log, and whether its port can be "
                 "reached from here",
             )
 
     def _judge(self, call: OpenCall, served: OpenCalls | None) -> None:
-        silent_s = self._silent_s(call)
+        silent_s = self.silent_s(call)
         if served is not None and self._is_missing(call, served):
             call.missing += 1
             if call.missing >= _MISSING:
@@ -174,9 +175,10 @@ class CallWatch:
         if call.call_id not in served:
             return True
         sent_s = served[call.call_id]
-        return sent_s is not None and self._silent_s(call) - sent_s > _TICKS * self._tick_s
+        return sent_s is not None and self.silent_s(call) - sent_s > _TICKS * self._tick_s
 
-    def _silent_s(self, call: OpenCall) -> float:
+    def silent_s(self, call: OpenCall) -> float:
+        """Return for how many seconds nothing of a call's answer has arrived."""
         return call.silent_ticks * self._tick_s
 
     def _end(self, call: OpenCall, reason: str) -> None:

@@ -52,7 +52,7 @@ class FrontEnd:
         self.records: deque[RequestRecord] = deque(maxlen=_RECENT_RECORDS)
         self.engine_calls, self.clock = engine_calls, clock
         self.call_watch = CallWatch(
-            *(engine_calls, settings.call_silence_s, settings.inquiry_timeout_s),
+            *(engine_calls.open_calls, settings.call_silence_s, settings.inquiry_timeout_s),
             *(scheduling.call_waits, metrics.silent_call),
         )
         self.admission = Admission(settings, lambda: scheduling.engines, metrics, clock)

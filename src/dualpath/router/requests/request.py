@@ -443,7 +443,7 @@ class RequestLife:
                     # The client has its last token; only the cleanup failed.
                     return
                 self.record.failures.append(str(error))
-                if self._scheduling.ends_aborted:
+                if await self._scheduled.ends_aborted():
                     self._emit(TokenEvent(token_ids=(), finish_reason="abort"))
                     return
                 if await self._used_up():

@@ -176,6 +176,10 @@ class FrontEndSession:
                 self._answer(message.call_id, lambda: self._offer(message))
             case m.TakeAttempt():
                 self._answer(message.call_id, lambda: self._take(message))
+            case m.WithdrawAttempt():
+                self._scheduler.handovers.withdraw(message.attempt_id, message.reason)
+            case m.EndsAborted():
+                self._answer(message.call_id, self._ends_aborted)
             case m.HintSession():
                 hint = (message.tenant, message.session_id, message.hints)
                 self._answer(message.call_id, lambda: self._scheduler.hint_session(*hint))
@@ -236,6 +240,9 @@ class FrontEndSession:
         self._attempts[name], self._listeners[name] = attempt, listener
         self.prompt_tokens += attempt.prompt_tokens
         attempt.broken.add_done_callback(lambda broken: self._broken(name, attempt, broken))
+
+    async def _ends_aborted(self) -> bool:
+        return self._scheduler.weights.aborts
 
     async def _offer(self, message: m.OfferAttempt) -> None:
         """Let an attempt wait for its second leg; it belongs to no front end until then."""

@@ -11,12 +11,14 @@ last offer with it.  A first leg that is sent again has the name and the prompt 
 and replaces it.
 
 A second leg that comes to another decode engine than the one with the KV does not end an offer:
-its front end learns which engine has the KV, and passes the leg on to it.
+its front end learns which engine has the KV, and passes the leg on to it.  If that fails or the
+client leaves, this front end withdraws the offer: the leg is over, or its prompt is prefilled
+again.
 
 Nothing is left over: an offer that is not taken within ``second_leg_timeout_s`` is closed, as is
-one that has lost its DE, and one that is replaced.  A second leg that waits learns within
-``first_leg_timeout_s`` that no first leg runs under its name.  An offer belongs to no front end: it
-outlives the session of the one that made it.
+one that is withdrawn, one that has lost its DE, and one that is replaced.  A second leg that waits
+learns within ``first_leg_timeout_s`` that no first leg runs under its name.  An offer belongs to no
+front end: it outlives the session of the one that made it.
 """
 
 import asyncio
@@ -89,6 +91,11 @@ class Handovers:
         """Return how many offers, waiting second legs and running first legs there are."""
         return len(self._offers) + len(self._waiting) + len(self._first_legs)
 
+    @property
+    def offered(self) -> list[Offered]:
+        """The attempts that wait for their second legs."""
+        return [offer.offered for offer in self._offers.values()]
+
     def first_leg_began(self, name: str, attempt_id: str) -> None:
         """An attempt begins that will be offered under this name."""
         self._first_legs[name] = self._first_legs.get(name, 0) + 1
@@ -115,7 +122,7 @@ class Handovers:
         """
         former = self._offers.get(self._last.get(name, name))
         if former is not None and former.offered.prompt_digest == offered.prompt_digest:
-            self._withdraw(former.offered.attempt_id, "its first leg was sent again")
+            self.withdraw(former.offered.attempt_id, "its first leg was sent again")
         if name in self._waiting and not (waiter := self._waiting[name][1]).done():
             waiter.set_result(offered)
             return
@@ -128,7 +135,7 @@ class Handovers:
         limit_s = self._settings.second_leg_timeout_s
         timer = asyncio.get_running_loop().call_later(
             limit_s,
-            self._withdraw,
+            self.withdraw,
             offered.attempt_id,
             f"its second leg did not come within {limit_s:g} s (second_leg_timeout_s)",
         )
@@ -182,10 +189,18 @@ class Handovers:
             "prefill engine of this cluster, before the second leg or at once with it"
         )
 
+    def withdraw(self, attempt_id: str, reason: str) -> None:
+        """Close an offer; does nothing if it was taken, withdrawn or never made."""
+        offer = self._offers.get(attempt_id)
+        if offer is not None:
+            self._remove(offer)
+            logger.warning("request %s is given up between its legs: %s", offer.name, reason)
+            offer.offered.close(reason)
+
     def close(self) -> None:
         """Close all offers; the scheduler ends."""
         for name in list(self._offers):
-            self._withdraw(name, "the scheduler ends")
+            self.withdraw(name, "the scheduler ends")
 
     def _remove(self, offer: _Offer) -> None:
         offer.timer.cancel()
@@ -194,14 +209,7 @@ class Handovers:
         if self._last.get(offer.name) == attempt_id:
             del self._last[offer.name]
 
-    def _withdraw(self, attempt_id: str, reason: str) -> None:
-        offer = self._offers.get(attempt_id)
-        if offer is not None:
-            self._remove(offer)
-            logger.warning("request %s is given up between its legs: %s", offer.name, reason)
-            offer.offered.close(reason)
-
     def _broken(self, offered: Offered, broken: "asyncio.Future[None]") -> None:
         offer = self._offers.get(offered.attempt_id)
         if offer is not None and offer.offered is offered and not broken.cancelled():
-            self._withdraw(offered.attempt_id, str(broken.exception()))
+            self.withdraw(offered.attempt_id, str(broken.exception()))

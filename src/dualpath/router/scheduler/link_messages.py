@@ -5,8 +5,8 @@ its event loop go together.
 
     front end → scheduler   FrontEndRegister Heartbeat BeginRequest BeginAttempt AttemptCall
                             DecodingStarted EndAttempt EndRequest SuspectEngine AwaitLiveness
-                            HintSession OfferAttempt TakeAttempt, and core.control's
-                            deregistration
+                            HintSession EndsAborted OfferAttempt TakeAttempt WithdrawAttempt, and
+                            core.control's deregistration
     scheduler → front end   EnginesUpdate EnginesChanged UnitLoad AttemptEvents AttemptBroken
                             CallResult CallFailed, and core.control's answers to a registration
 
@@ -46,7 +46,7 @@ from dualpath.router.scheduling import (
 )
 
 #: Incremented whenever a message changes its meaning; both ends must agree.
-LINK_VERSION = 7
+LINK_VERSION = 8
 
 
 class FrontEndRegister(Message, frozen=True, tag=True):
@@ -153,6 +153,12 @@ class HintSession(Message, frozen=True, tag=True):
     hints: SessionHints
 
 
+class EndsAborted(Message, frozen=True, tag=True):
+    """Answered with whether a request whose attempt has failed ends with the tokens it has."""
+
+    call_id: int
+
+
 class OfferAttempt(Message, frozen=True, tag=True):
     """A prefilled attempt waits for its second leg and no longer belongs to this front end.
 
@@ -174,6 +180,13 @@ class TakeAttempt(Message, frozen=True, tag=True):
     call_id: int
     handover: Name
     engine_id: Name
+
+
+class WithdrawAttempt(Message, frozen=True, tag=True):
+    """The second leg of an attempt is over: release it unless it was taken."""
+
+    attempt_id: Name
+    reason: str
 
 
 class EnginesUpdate(Message, frozen=True, tag=True):
@@ -281,8 +294,10 @@ FrontEndMessage = (
     | CallWaits
     | AwaitLiveness
     | HintSession
+    | EndsAborted
     | OfferAttempt
     | TakeAttempt
+    | WithdrawAttempt
     | Deregister
 )
 SchedulerMessage = (

@@ -206,6 +206,10 @@ class RemoteRequest:
         attempt.begin(self._order)
         return attempt
 
+    async def ends_aborted(self) -> bool:
+        """Return whether the request ends with the tokens it has after a failed attempt."""
+        return await self._link.ends_aborted()
+
     def end(self, answered: Answered | None = None) -> None:
         """The request has ended; idempotent."""
         if answered is not None:
@@ -312,9 +316,15 @@ class RemoteAttempt:
         """Let a prefilled attempt wait for its second leg; it leaves this front end."""
         name, handover = self.order.attempt_id, self.order.handover
         self.check()
-        await self._link.call(
-            lambda call_id: m.OfferAttempt(call_id, request_id, name, handover), type(None)
-        )
+        try:
+            await self._link.call(
+                lambda call_id: m.OfferAttempt(call_id, request_id, name, handover), type(None)
+            )
+        except asyncio.CancelledError:
+            # No second leg has this name: it is in the answer to the first one, which is not sent.
+            if handover == name:
+                self._send(m.WithdrawAttempt(name, "its first leg was cancelled"))
+            raise
         self._link.close(self)
 
     def _send(self, message: m.FrontEndMessage) -> None:
@@ -331,7 +341,7 @@ class RemoteAttempt:
 class TakenAttempt(RemoteAttempt):
     """An attempt for its second leg: another front end has run the first one.
 
-    ``transfer`` is what its decode engine has to know.
+    ``transfer`` is what its decode engine, ``engine``, has to know.
     """
 
     def __init__(self, link: "RemoteScheduling", handed: HandedOver) -> None:
@@ -339,7 +349,7 @@ class TakenAttempt(RemoteAttempt):
         order = AttemptOrder(transfer.request_id, 1, transfer.prompt_tokens, 1, ())
         super().__init__(link, order, _Unnoted())
         self.transfer = transfer
-        self.decode_engine = handed.decode
+        self.engine = self.decode_engine = handed.decode
         self._request_id = handed.request_id
 
     def close(self, reason: str) -> None:
@@ -463,9 +473,6 @@ class RemoteScheduling:
         self._connection.close()
         self._ended("the front end has left")
 
-    #: A separate front end continues requests, whatever the trainer asks for them.
-    ends_aborted = False
-
     async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for live engines; raises ``DeadlineError`` with what is missing."""
         await self.membership.wait(prefill, decode, timeout_s, self._address)
@@ -499,12 +506,24 @@ class RemoteScheduling:
                 self._away(f"does not answer within {_ANSWER_S:g} s")
             ) from error
 
-    async def take(self, handover: str, engine_id: str) -> "TakenAttempt | EngineInfo":
+    async def ends_aborted(self) -> bool:
+        """Return whether requests whose attempts have failed end with the tokens that they have.
+
+        False if the scheduler does not answer: such requests are continued.
+        """
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await self.call(m.EndsAborted, bool)
+        except (TimeoutError, SchedulerLostError):
+            return False
+
+    async def take(self, handover: str, engine_id: str) -> "TakenAttempt | HandedOver":
         """Return the attempt of this name for its second leg, at this decode engine.
 
-        If its KV is at another decode engine, that engine is returned, and the attempt stays
-        offered.  Waits for the first leg, as ``Handovers.take`` does, and raises its errors.  If
-        the wait is cancelled, the attempt is closed as soon as it comes.
+        If its KV is at another decode engine, ``HandedOver`` names it, and the attempt stays
+        offered: ``withdraw`` releases it if the leg ends without that engine.  Waits for the first
+        leg, as ``Handovers.take`` does, and raises its errors.  If the wait is cancelled, the
+        attempt is released as soon as it comes.
         """
         call = asyncio.create_task(
             self.call(lambda call_id: m.TakeAttempt(call_id, handover, engine_id), HandedOver)
@@ -515,14 +534,21 @@ class RemoteScheduling:
             call.add_done_callback(lambda call: self._unwanted(call, engine_id))
             raise
         if handed.decode.engine_id != engine_id:
-            return handed.decode
+            return handed
         return TakenAttempt(self, handed)
+
+    def withdraw(self, handed: HandedOver, reason: str) -> None:
+        """Release an offered attempt whose second leg is over, unless its engine has taken it."""
+        self.send(m.WithdrawAttempt(handed.transfer.request_id, reason))
 
     def _unwanted(self, call: "asyncio.Task[HandedOver]", engine_id: str) -> None:
         if call.cancelled() or call.exception() is not None:
             return
-        if call.result().decode.engine_id == engine_id:
-            TakenAttempt(self, call.result()).close("its second leg was cancelled")
+        handed, reason = call.result(), "its second leg was cancelled"
+        if handed.decode.engine_id == engine_id:
+            TakenAttempt(self, handed).close(reason)
+        else:
+            self.withdraw(handed, reason)
 
     def break_unplaced(self, why: str) -> None:
         """Break off the attempts that have no engines yet, so that they are placed elsewhere."""

@@ -256,11 +256,6 @@ class Scheduler:
         """Apply a client's hints on a session; False if the session is unknown."""
         return self.sessions.hint(tenant, session_id, hints)
 
-    @property
-    def ends_aborted(self) -> bool:
-        """Whether a request whose attempt has failed ends with the tokens that it has."""
-        return self.weights.aborts
-
     # ------------------------------------------------------------------ for operators
 
     def hold(self, *, held: bool) -> None:
@@ -547,6 +542,10 @@ class ArrivedRequest:
     def attempt(self, order: AttemptOrder, listener: AttemptListener) -> EngineAttempt:
         """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
         return EngineAttempt(self._scheduler, order, listener)
+
+    async def ends_aborted(self) -> bool:
+        """Return whether the request ends with the tokens it has after a failed attempt."""
+        return self._scheduler.weights.aborts
 
     def end(self, answered: Answered | None = None) -> None:
         """The request has ended, with an answer if ``answered`` is given; idempotent."""

@@ -167,11 +167,6 @@ class Units:
         """Whether ``Answered`` is used by any unit."""
         return any(unit.link.caches_answers for unit in self.units)
 
-    @property
-    def ends_aborted(self) -> bool:
-        """Whether an aborted request is to end, see ``Scheduling``; front ends do not know it."""
-        return any(unit.link.ends_aborted for unit in self.units)
-
     async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for live engines of units that serve; raises ``DeadlineError``."""
         names = ", ".join(self._by_name)
@@ -316,6 +311,10 @@ class UnitRequest:
         """End the request in the unit of the last attempt."""
         if self._inner is not None:
             self._inner.end()
+
+    async def ends_aborted(self) -> bool:
+        """Return whether the request ends with the tokens it has, as the last unit reports."""
+        return self._inner is not None and await self._inner.ends_aborted()
 
     def end(self, answered: Answered | None = None) -> None:
         """The request has ended, with an answer if ``answered`` is given; idempotent."""
