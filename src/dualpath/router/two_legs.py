@@ -68,7 +68,7 @@ from dualpath.core.transfers import (
 from dualpath.engine.settings import EngineSettings
 from dualpath.node.cluster_secret import load_secret
 from dualpath.router.engine_calls import Job
-from dualpath.router.engines import EngineInfo
+from dualpath.router.engines import EngineInfo, MissingRole
 from dualpath.router.requests.request import check_salt
 from dualpath.router.scheduler.remote import (
     REGISTERED_AGAIN_S,
@@ -294,6 +294,10 @@ class TwoLegs:
             clock or asyncio.get_running_loop().time,
             engine.two_leg_scheduler,
         )
+        self._missing_role = MissingRole(
+            *(self._link.engines, self._link.membership, self._link.wait_for_engines),
+            *(_LIMITS.engine_wait_s, self._link.break_unplaced),
+        )
         self._keys: tuple[StoreNamespace, KeyCache] | None = None
 
     def start(self) -> None:
@@ -302,6 +306,7 @@ class TwoLegs:
 
     async def stop(self) -> None:
         """Leave the scheduler; idempotent."""
+        self._missing_role.stop()
         await self._link.stop()
 
     # ------------------------------------------------------------------ leg 1
