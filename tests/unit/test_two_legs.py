@@ -480,9 +480,7 @@ async def test_a_prefill_engine_that_dies_ends_the_first_leg_with_an_error() -> 
         await every.nothing_is_left()
 
 
-async def test_a_first_leg_that_waits_while_no_decode_engine_lives_ends_after_a_limit() -> (
-    None
-):
+async def test_a_first_leg_that_waits_while_no_decode_engine_lives_ends_after_a_limit() -> None:
     async with engines(hbm_tokens=300) as every:
         params = await every.first("p0", PROMPT)  # the HBM of the decode engine holds one leg
         waits = asyncio.create_task(every.first("p0", [5, *PROMPT]))
