@@ -39,6 +39,7 @@ from dualpath.vllm.cache_layers import (
     hooked_layers,
     max_drafted_prompt_tokens,
 )
+from dualpath.vllm.core_requests import answer_for_requests
 from dualpath.vllm.drain_on_sigterm import forward_drain_signal
 from dualpath.vllm.engine_arguments import (
     HASH_ALGORITHM,
@@ -106,6 +107,7 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
             )
             most = max_drafted_prompt_tokens(vllm_config)
             self._scheduler = SchedulerSide(self.settings, geometry, groups, most)
+            answer_for_requests()
             if self.settings.rollouts:
                 watch_trainers(self)
             parallel = vllm_config.parallel_config
