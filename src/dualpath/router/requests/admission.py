@@ -28,7 +28,7 @@ _NAMED_TENANTS = 16
 
 
 class Ticket:
-    """One request's place; ``Admission.enter`` returns it, ``Admission.leave`` ends it."""
+    """One request's place, from ``AdmissionQueue.enter`` to ``AdmissionQueue.leave``."""
 
     def __init__(self, request_id: str, tenant: str, arrived_s: float) -> None:
         self.request_id, self.tenant, self.arrived_s = request_id, tenant, arrived_s
@@ -57,7 +57,7 @@ class Ticket:
         return self.decided.done()
 
 
-class Admission:
+class AdmissionQueue:
     """Owns the queue of a front end, in its event loop.  ``clock`` gives monotonic seconds."""
 
     def __init__(

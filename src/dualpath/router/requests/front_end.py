@@ -20,7 +20,7 @@ from dualpath.router.engine_calls import EngineCalls, Job, TokenEvent
 from dualpath.router.engines import MissingRole, geometry, missing_engines
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.tracing import Tracing, open_tracing
-from dualpath.router.requests.admission import Admission
+from dualpath.router.requests.admission import AdmissionQueue
 from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import RequestLife
 from dualpath.router.scheduling import Answered, RequestOrder, ScheduledRequest, Scheduling
@@ -55,7 +55,7 @@ class FrontEnd:
             *(engine_calls, settings.call_silence_s, settings.inquiry_timeout_s),
             *(scheduling.call_waits, metrics.silent_call),
         )
-        self.admission = Admission(settings, lambda: scheduling.engines, metrics, clock)
+        self.admission = AdmissionQueue(settings, lambda: scheduling.engines, metrics, clock)
         self._missing_role = MissingRole(
             *(scheduling.engines, scheduling.membership, scheduling.wait_for_engines),
             *(settings.engine_wait_s, self._end_unplaced),
