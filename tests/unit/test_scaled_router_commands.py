@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -85,8 +86,7 @@ def test_each_unit_has_a_scheduler_with_ports_of_its_own_and_front_ends_know_all
         links.append(link)
         return ["frontend", "m"]
 
-    changes = {"units": 3, "event_log": "logs/events.jsonl.xz"}
-    router = msgspec.structs.replace(ROUTER, **changes)
+    router = msgspec.structs.replace(ROUTER, units=3, event_log="logs/events.jsonl.xz")
     made = ScaledRouter(router, "127.0.0.1", words)
     names = [name for name in made._commands if name.startswith("scheduler")]
     assert names == ["scheduler-0", "scheduler-1", "scheduler-2"]
@@ -108,7 +108,7 @@ def test_each_unit_has_a_scheduler_with_ports_of_its_own_and_front_ends_know_all
         ({"cluster_port": 65530}, "from 65530 on the last one would be 65540; choose lower ports"),
     ],
 )
-def test_units_that_cannot_be_are_refused(changes: dict[str, int], message: str) -> None:
+def test_units_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RouterSettings(**({"front_ends": 1, "units": 2} | changes))
 
