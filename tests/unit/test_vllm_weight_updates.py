@@ -3,27 +3,33 @@
 The functions are those of vLLM's ``EngineCore``; its scheduler and executor are small ones.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
+from tests.e2e.plain_engine import in_parallel
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
 from dualpath.core.errors import BadRequestError
+from dualpath.launch.ports import claim_port
 from dualpath.vllm import weight_updates
 from dualpath.vllm.weight_updates import watch_trainers
 
 NONCE = "0123456789abcdef"
 STEP_1, STEP_2 = f"step-1-{NONCE}", f"step-2-{NONCE}"
 LOADED = msgspec.UNSET
+ALL_REDUCE = torch.distributed.all_reduce
 
 
 class Executor:
@@ -343,3 +349,40 @@ def test_weights_of_a_group_that_serves_are_not_changed_at_one_rank(rank: Rank) 
     assert rank.core.scheduler.requests == ["r"]
     assert rank.take() == []
     rank.core.collective_rpc("check_health")
+
+
+@pytest.mark.parametrize("versions", [(STEP_1, STEP_1), (STEP_1, STEP_2)], ids=["equal", "unequal"])
+def test_ranks_agree_by_the_collectives_of_their_group(
+    versions: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks are threads, their group is one of vLLM's, as are its pause and its resume."""
+    here, port = threading.local(), claim_port()
+    joined: tuple[list[str], list[str]] = ([], [])
+
+    def step(number: int) -> None:
+        here.number, core = number, ranks[number].core
+        core.dp_group = stateless_init_torch_distributed_process_group(
+            "127.0.0.1", port, number, len(ranks), backend="gloo"
+        )
+        core.step_counter, core.dp_sync_interval = 0, 1
+        paused = core.pause_scheduler("wait")
+        while core.engines_running:
+            core.engines_running = core._has_global_unfinished_reqs(local_unfinished=False)
+        ranks[number].become_idle()
+        assert paused.result(0) is None
+        core.collective_rpc("reload_weights")
+        core.set_weight_version(versions[number])
+        core.resume_scheduler()
+
+    with unwrapped_again():
+        first = Rank(monkeypatch)
+    with unwrapped_again():
+        ranks = [first, Rank(monkeypatch)]  # What the last one has wrapped serves both.
+        side = SimpleNamespace(
+            leave=lambda reason: True, join=lambda weights: joined[here.number].append(weights)
+        )
+        monkeypatch.setattr(weight_updates, "_worker_side", lambda: side)
+        monkeypatch.setattr(torch.distributed, "all_reduce", ALL_REDUCE)
+        in_parallel([partial(step, number) for number in range(2)])
+    same = versions[0] == versions[1]
+    assert joined == (([STEP_1], [STEP_1]) if same else ([], []))

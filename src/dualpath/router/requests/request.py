@@ -381,7 +381,7 @@ class RequestLife:
         return tuple(self._generated)
 
     def end_unplaced(self, why: str) -> None:
-        """End the request if its attempt waits for engines, as it would before an attempt."""
+        """End the request if its attempt waits for engines, with the error of one without any."""
         if self._attempt is not None and not self._attempt.placed:
             self._no_engines = EngineLostError(f"request {self.job.request_id}: {why}")
             self._attempt.break_off(self._no_engines)
