@@ -1,15 +1,18 @@
 """Calls whose request an engine's core has lost, as the engine's HTTP server finds them."""
 
 import asyncio
+import queue
 from collections.abc import Callable, Sequence
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dualpath.vllm import core_requests
 from dualpath.vllm.core_requests import _UTILITY, answer_for_requests, lost_calls
@@ -66,9 +69,15 @@ async def test_without_open_calls_the_core_is_not_asked() -> None:
     assert await lost_calls(client, []) == set()
 
 
-def test_vllms_core_has_the_utility_and_its_client_the_call() -> None:
+def test_vllms_core_answers_over_its_sockets() -> None:
     answer_for_requests()
     core = object.__new__(EngineCoreProc)
     core.scheduler = type("Scheduler", (), {"requests": {ID: object()}})()
-    assert getattr(core, _UTILITY)() == [ID]
+    core.output_queue, core.shutdown_state = queue.Queue(), EngineShutdownState.RUNNING
+    core._handle_client_request(EngineCoreRequestType.UTILITY, (0, 7, _UTILITY, []))
+    client, outputs = core.output_queue.get_nowait()
+    assert client == 0
+    arrived = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs))
+    assert arrived.utility_output.call_id == 7
+    assert arrived.utility_output.result.result == [ID]
     assert asyncio.iscoroutinefunction(AsyncMPClient.call_utility_all_async)
