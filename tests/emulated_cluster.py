@@ -90,10 +90,13 @@ class Cluster:
         return sum(c[column] for e in engines for c in e.plane.verifier.counts().values())
 
     async def idle(self) -> None:
-        """Wait until no engine has a request or holds buffer or HBM."""
+        """Wait until no engine has a request or holds buffer or HBM, and the scheduler knows it."""
         await self.arrivals.until(self._idle, GUARD_S)
 
     def _idle(self) -> bool:
+        scheduler = self.service.scheduler
+        if scheduler.releases.held or not scheduler.dispatch.idle():
+            return False
         managers = [engine.plane.manager for engine in self.engines.values()]
         capacities = [(0, m.buffer_tokens, m.hbm_tokens) for m in managers]
         loads = [m.report().load for m in managers]

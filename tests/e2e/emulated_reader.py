@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from tests.e2e.plain_engine import until
 from tests.e2e.typed_pages import TypedPages, curl, types
 from tests.guard import GUARD_S
 
@@ -52,6 +53,10 @@ class Reader:
         body = json.dumps({"prompt": list(range(1, 257)), "max_tokens": 4, **fields})
         url = f"http://127.0.0.1:{self.pages.port(port)}/v1/completions"
         curl(["curl", url, "-H", "Content-Type: application/json", "-d", body, *options])
+
+    def waits_for_blocks(self, count: int) -> None:
+        """Wait until storage has so many blocks of requests, which engines write after answers."""
+        until(lambda: len(self.pages.stored()) >= count, f"{count} stored blocks")
 
     def waits(self) -> None:
         """Wait until all engines are up and requests can be placed."""

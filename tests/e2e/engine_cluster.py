@@ -266,6 +266,21 @@ class EngineCluster:
             self.wait_stored(context[:-1], salt)
         return answers
 
+    def replay_cached(self, rounds: Sequence[Round], salt: str) -> list[Answer]:
+        """Play an agent: each turn waits until the router knows a DE that caches all before it."""
+        context: list[int] = []
+        answers = []
+        for append, generate in rounds:
+            context += append
+            answers.append(self.ask(context, generate, salt))
+            context += answers[-1].token_ids
+            keys = self.keys(context[:-1], salt)
+            until(functools.partial(self._is_cached, keys), "cached blocks of an agent")
+        return answers
+
+    def _is_cached(self, keys: list[bytes]) -> bool:
+        return len(keys) in self.cached_blocks(keys).values()
+
     def ask_without_hits(
         self, rounds: Sequence[Round], generated: Sequence[list[int]], model: str = NAME
     ) -> Answer:

@@ -18,7 +18,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.router.engine_calls import TokenEvent
 from dualpath.router.engines import missing_engines
-from dualpath.router.hit_account import HitSource
+from dualpath.router.hit_account import HitPlace
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.scheduler.registry import Registry
@@ -126,7 +126,7 @@ class ScriptedService:
             finish_reason="stop" if last else reason,
             payload=self._logprobs(job, END_ID if last else token),
             cached_tokens=BLOCK_TOKENS if index == 0 and len(job.keys) > 0 else None,
-            cached_by_source={HitSource.DE_STORAGE: BLOCK_TOKENS},
+            cached_by_source={HitPlace.DE_STORAGE: BLOCK_TOKENS},
         )
 
     def _prompt_logprobs(self, job):

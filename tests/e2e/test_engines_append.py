@@ -3,7 +3,7 @@
 1P2D; the second decode engine caches prefixes in its HBM.  Agents append a few tokens per turn.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
-from tests.e2e.plain_engine import Answer, PlainEngine, Round, in_parallel, play_plain, until
+from tests.e2e.plain_engine import Answer, PlainEngine, Round, in_parallel, play_plain
 from tests.e2e.test_engines import at_decode
 
 from dualpath.core.cluster import Role
@@ -82,23 +82,6 @@ def are_right(served: Served, answers: list[list[Answer]]) -> None:
     assert served.cluster.total("stale_transfers") == 0
 
 
-def replay_cached(cluster: EngineCluster, rounds: Sequence[Round], salt: str) -> list[Answer]:
-    """Play an agent: each turn waits until the router knows that a DE caches all before it."""
-    context: list[int] = []
-    answers = []
-    for append, generate in rounds:
-        context += append
-        answers.append(cluster.ask(context, generate, salt))
-        context += answers[-1].token_ids
-        keys = cluster.keys(context[:-1], salt)
-        until(partial(is_cached, cluster, keys), "cached blocks of an agent")
-    return answers
-
-
-def is_cached(cluster: EngineCluster, keys: list[bytes]) -> bool:
-    return len(keys) in cluster.cached_blocks(keys).values()
-
-
 def appended(assignments: list[Assignment]) -> list[Assignment]:
     return [one for one in assignments if one.prefill_engine is None]
 
@@ -107,7 +90,7 @@ def test_hits_in_dram_and_in_hbm(served: Served) -> None:
     cluster = served.cluster
     cluster.forget_assignments()
     answers = in_parallel(
-        [partial(replay_cached, cluster, agent, f"dram {n}") for n, agent in enumerate(AGENTS)]
+        [partial(cluster.replay_cached, agent, f"dram {n}") for n, agent in enumerate(AGENTS)]
     )
     are_right(served, answers)
     decisions = cluster.assignments()

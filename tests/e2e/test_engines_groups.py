@@ -24,6 +24,7 @@ from tests.e2e.plain_engine import (
     play_plain,
     until,
 )
+from tests.e2e.test_engines_rollouts import by_router
 from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
@@ -200,3 +201,36 @@ def test_a_group_over_servers_of_one_and_two_ranks_drains_together(
             assert server.wait(GUARD_S) is not None
         states = [engines.service.registry.get(rank) for rank in ranks]
         until(lambda: all(state is not None and state.left for state in states), "goodbyes")
+
+
+@pytest.mark.parametrize("servers", [2, 1], ids=["a server for each rank", "one server"])
+def test_the_weights_of_a_group_change_at_all_of_its_ranks(
+    right: list[list[list[int]]], servers: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("weights")
+    first, second = AGENTS[0]
+    after = make_tiny_model("qwen3_moe", seed=1)
+    with PlainEngine(after, folder, 64, "--no-async-scheduling") as plain:
+        updated = play_plain(plain.url, AGENTS[0])
+    assert updated != right[0]
+    with EngineCluster(settings_of(folder, rollouts=True), folder) as engines:
+        if servers == 1:
+            ranks = ("--data-parallel-size", "2", "--enable-expert-parallel")
+            engines.start_engine(Role.PREFILL, 0, vllm_args=(*MENDED, *ranks))
+        else:
+            engines.start_group(Role.PREFILL, 0, 2)
+        engines.start_engine(Role.DECODE, 0)
+        named = {"pe-0-dp0", "pe-0-dp1", "de-0"}
+        until(lambda: engines.alive() == named, "all ranks", START_S)
+        assert [a.token_ids for a in engines.replay([first, second], "agent")] == right[0]
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(after)}}
+        calls = [{"path": "/collective_rpc", "body": body}]
+        report = by_router(engines, "update", calls=calls, label="step-1")
+        assert report["state"] == "serving"
+        assert engines.alive() == named
+        engines.__dict__.pop("storage", None)  # It is that of the former namespace.
+        answers = engines.replay([first, second], "agent")
+        assert [answer.token_ids for answer in answers] == updated
+        assert answers[0].cached_tokens == 0, "no block of the former weights"
+        assert [a.cached_tokens for a in answers] == engines.expected_hits([first, second])
+        engines.wait_idle()

@@ -115,9 +115,12 @@ def play(served: Served, url: str, proxy: OtherProxy) -> None:
         answer = until(hit, f"a hit of {stored} tokens")
         context += answer.text
         stored = answer.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-    read = {name: served.read_bytes()[name] - before for name, before in began_read.items()}
-    prefill = read.pop("prefill")
-    assert min(prefill, sum(read.values())) > 0, "both paths have read from storage"
+
+    def both_paths_read() -> bool:
+        read = {name: served.read_bytes()[name] - before for name, before in began_read.items()}
+        return min(read.pop("prefill"), sum(read.values())) > 0
+
+    until(both_paths_read, "reads from storage on both paths")
     if proxy.token_ids:
         prompt = [5 + 3 * index % 331 for index in range(300)]
         for stream in (False, True):

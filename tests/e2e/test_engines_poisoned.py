@@ -42,6 +42,7 @@ def test_stale_kv_is_in_no_answer_and_would_be_in_one_of_an_engine_that_does_not
         answers = cluster.replay(AGENT, "poisoned")
         assert [answer.token_ids for answer in answers] == expected
         assert [answer.cached_tokens for answer in answers] == cluster.expected_hits(AGENT)
+        cluster.wait_idle()
         # Chunks load stored KV, and KV that other chunks have computed.
         assert min(answers[-1].cached_tokens, cluster.total("reload_bytes")) > 0
         cluster.kill(poisoned)

@@ -41,6 +41,7 @@ def test_a_storage_is_counted_checked_pinned_and_emptied(
 ) -> None:
     reader.asks()
     reader.asks(cache_salt=SALT)
+    reader.waits_for_blocks(8)
     storage = reader.pages.folder / "kv"
     # Engines measured their reads in a namespace of its own.
     (name,) = [f.name for f, n in namespaces_in(storage) if "probe" not in n.model]

@@ -15,7 +15,7 @@ pytest.importorskip(nixl_package())
 
 from tests.docs_blocks import ROOT, Block, blocks
 from tests.e2e.plain_engine import complete, tiny_model, until
-from tests.e2e.test_pages_serve import PROMPT, START_S, missing, stored
+from tests.e2e.test_pages_serve import PROMPT, START_S, missing
 from tests.e2e.typed_pages import TypedPages, types
 from tests.guard import GUARD_S
 
@@ -97,7 +97,7 @@ def test_a_router_sends_the_spans_of_the_page(tmp_path: Path) -> None:
         processes.add(traced, ends_last=True)
         starts_engines(pages, processes)
         complete(pages.endpoint, PROMPT, 20, model=pages.model)
-        until(lambda: len(stored(pages)) == 4, "the blocks of the answer")
+        until(lambda: len(pages.stored()) == 4, "the blocks of the answer")
         # Reads are of stored blocks.
         complete(pages.endpoint, PROMPT, 20, model=pages.model)
         # The root span ends last.

@@ -62,6 +62,7 @@ def test_a_cluster_with_a_secret_keys_and_sealed_blocks_serves_clients_with_a_ke
             assert status(endpoint + path) == 401
         assert status(f"{endpoint}/v1/models", ("Authorization", "Bearer KEY")) == 200
         reader.asks("-H", "Authorization: Bearer OTHER")
+        reader.waits_for_blocks(4)
         assert "encrypted" in runs(["dualpath", "storage", "ls", "kv"], capsys)
         verify = ["dualpath", "storage", "verify", "kv", "--storage-key-file", "storage.key"]
         assert "4 blocks" in (verified := runs(verify, capsys))

@@ -31,12 +31,6 @@ def serves(block: Block) -> bool:
     return block.language == "console" and "$ dualpath serve MODEL" in block.text
 
 
-def stored(pages: TypedPages) -> list[Path]:
-    """Return the blocks of requests, without the blocks of an engine's read measurement."""
-    found = (pages.folder / "kv").rglob("*.kv")
-    return [path for path in found if "read-probe" not in str(path)]
-
-
 @pytest.mark.parametrize(("page", "index"), [("serve.md", 0), ("serve.md", 1), ("scale-out.md", 0)])
 def test_one_command_serves_what_the_page_asks_it(page: str, index: int, tmp_path: Path) -> None:
     pages = TypedPages(tmp_path, str(tiny_model()))
@@ -48,10 +42,10 @@ def test_one_command_serves_what_the_page_asks_it(page: str, index: int, tmp_pat
         assert json.loads(models)["data"][0]["id"] == pages.model
         assert json.loads(chat)["usage"]["completion_tokens"] > 0
         assert json.loads(status)["engines"]
-        before = len(stored(pages))
+        before = len(pages.stored())
         complete(pages.endpoint, PROMPT, 20, model=pages.model)
         # 319 tokens have KV: four blocks of 64, of which the same prompt can hit all.
-        until(lambda: len(stored(pages)) == before + 4, "the blocks of the first answer")
+        until(lambda: len(pages.stored()) == before + 4, "the blocks of the first answer")
         again = complete(pages.endpoint, PROMPT, 20, model=pages.model)
         assert again.cached_tokens == 256
         serve.send_signal(signal.SIGINT)
@@ -83,7 +77,7 @@ def test_front_ends_serve_engines_that_are_emulated(
             endpoint = f"http://127.0.0.1:{pages.port(port)}"
             processes.wait_until_ready(functools.partial(missing, endpoint), START_S)
             answers.append(complete(endpoint, PROMPT, 20, model=pages.model))
-            until(lambda: len(stored(pages)) == 4, "the blocks of the answer")
+            until(lambda: len(pages.stored()) == 4, "the blocks of the answer")
         answers.append(complete(endpoint, PROMPT, 20, model=pages.model))
     assert len({tuple(answer.token_ids) for answer in answers}) == 1
     assert [answer.cached_tokens for answer in answers[1:]] == [256] * len(ports)

@@ -18,7 +18,7 @@ from tests.docs_blocks import ROOT, Block, blocks
 from tests.e2e.emulated_reader import runs
 from tests.e2e.plain_engine import complete, tiny_model, until
 from tests.e2e.test_engines_groups import MENDED
-from tests.e2e.test_pages_serve import PROMPT, START_S, stored
+from tests.e2e.test_pages_serve import PROMPT, START_S
 from tests.e2e.typed_pages import TypedPages, curl
 from tests.guard import GUARD_S
 from tests.ray_cluster import RayCluster
@@ -69,10 +69,10 @@ def serving(pages: TypedPages, page: str, more: Sequence[str] = ()) -> Iterator[
 
 def hits_what_it_stored(pages: TypedPages, prompt: Sequence[int] = PROMPT, model: str = "") -> None:
     """Ask twice: the second request hits the blocks that the first one stored."""
-    before = len(stored(pages))
+    before = len(pages.stored())
     first = complete(pages.endpoint, prompt, 20, model=model or pages.model)
     # 319 tokens have KV: four blocks of 64, of which the same prompt can hit all.
-    until(lambda: len(stored(pages)) == before + 4, "the blocks of the first answer")
+    until(lambda: len(pages.stored()) == before + 4, "the blocks of the first answer")
     again = complete(pages.endpoint, prompt, 20, model=model or pages.model)
     assert (again.token_ids, again.cached_tokens) == (first.token_ids, 256)
 
@@ -126,7 +126,7 @@ def test_engines_leave_traces_with_the_events_of_the_page(pages: TypedPages) -> 
     with serving(pages, "read-a-trace.md"):
         # Of 399 tokens with KV a block and a half are generated.
         complete(pages.endpoint, PROMPT, 100, model=pages.model)
-        until(lambda: len(stored(pages)) == 6, "the blocks of the first answer")
+        until(lambda: len(pages.stored()) == 6, "the blocks of the first answer")
         hits_what_it_stored(pages, PROMPT[::-1])
     text = (HOW_TO / "read-a-trace.md").read_text()
     listed = {*re.findall(r"^\| `[\w-]+`[^|]*\| `(\w+)", text, re.MULTILINE)}

@@ -67,11 +67,6 @@ def is_healthy(endpoint: str, processes: Supervisor) -> bool:
         connection.close()
 
 
-def stored(storage: Path) -> list[Path]:
-    """Return the blocks of requests, without the blocks of an engine's read measurement."""
-    return [path for path in storage.rglob("*.kv") if "read-probe" not in str(path)]
-
-
 @pytest.mark.long
 def test_a_cluster_that_the_page_starts_serves_and_loads_what_it_stored(tmp_path: Path) -> None:
     page = TypedPages(tmp_path, str(tiny_model()))
@@ -81,7 +76,7 @@ def test_a_cluster_that_the_page_starts_serves_and_loads_what_it_stored(tmp_path
         first = complete(page.endpoint, PROMPT, 20, model=page.model)
         assert len(first.token_ids) == 20
         # 319 tokens have KV: four blocks of 64, of which the same prompt can hit all.
-        until(lambda: len(stored(tmp_path / "kv")) == 4, "the blocks of the first answer")
+        until(lambda: len(page.stored()) == 4, "the blocks of the first answer")
         again = complete(page.endpoint, PROMPT, 20, model=page.model)
     assert (again.token_ids, again.cached_tokens) == (first.token_ids, 256)
 

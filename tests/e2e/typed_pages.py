@@ -71,6 +71,11 @@ class TypedPages:
             folder=self.folder,
         )
 
+    def stored(self) -> list[Path]:
+        """Return the blocks of requests, without the blocks of an engine's read measurement."""
+        found = (self.folder / "kv").rglob("*.kv")
+        return [path for path in found if "read-probe" not in str(path)]
+
     def port(self, named: str) -> str:
         """Return the port that is used here for the port ``named`` of the pages."""
         return self._here[named]

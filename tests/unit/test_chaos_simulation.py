@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, Adversary
+from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, LOSE_ROLE, Adversary
 from dualpath_lab.faults.simulation.planted_bugs import PLANTED_BUGS, planted
 from dualpath_lab.faults.simulation.run import run_seed
 from dualpath_lab.faults.simulation.threads import SimThreads
@@ -179,6 +179,12 @@ def test_half_of_the_runs_with_several_faults_have_them_in_two_components() -> N
 def test_a_router_that_breaks_off_slow_calls_is_found_without_any_fault() -> None:
     with planted("slow-calls-broken-off"):
         assert any(run_seed(seed, kinds=()).problems for seed in range(1, 60, 5))
+
+
+def test_requests_of_a_cluster_without_a_role_end_long_before_their_deadline() -> None:
+    outcomes = [run_seed(seed, kinds=[LOSE_ROLE]) for seed in range(12)]
+    assert [outcome.problems for outcome in outcomes] == [()] * len(outcomes)
+    assert sum(outcome.answered < outcome.requests for outcome in outcomes) > len(outcomes) // 2
 
 
 def test_an_unknown_bug_cannot_be_planted() -> None:

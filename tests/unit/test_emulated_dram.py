@@ -46,6 +46,7 @@ async def updated(made: Cluster) -> None:
 async def two_turns(made: Cluster, salt: str = "one") -> tuple[list[int], list[int], int]:
     first, _ = await made.ask(PROMPT, 9, cache_salt=salt)
     await made.stored()
+    await updated(made)
     second, hits = await made.ask([*PROMPT, *first, 7, 8], 5, cache_salt=salt)
     await made.stored()
     await made.idle()

@@ -373,3 +373,43 @@ async def test_calls_are_reported_from_the_end_of_their_body_to_the_end_of_their
         last.set()
         assert (await call).content == b"a token"
         assert await listed() == {}
+
+
+async def test_a_call_that_the_core_has_lost_is_not_reported(monkeypatch):
+    core, asked = object(), []
+    served, over = asyncio.Event(), asyncio.Event()
+
+    async def lost(client, calls):
+        asked.append((client, *calls))
+        return {"lost"}
+
+    async def app(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        served.set()
+        await over.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    monkeypatch.setattr(engine_guard, "lost_calls", lost)
+    guard = EngineGuard(app)
+    guard._known = Role.DECODE, engine_keys(())
+    state = SimpleNamespace(state=SimpleNamespace(engine_client=core))
+
+    async def of_vllm(scope, receive, send):
+        await guard({**scope, "app": state}, receive, send)
+
+    transport = httpx.ASGITransport(of_vllm)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        calls = []
+        for name in ("lost", "waits"):
+            served.clear()
+            headers = {**call_header(name), "Content-Type": "application/json"}
+            body = json.dumps({"kv_transfer_params": DECODE})
+            post = client.post(GENERATE_PATH, content=body, headers=headers)
+            calls.append(asyncio.create_task(post))
+            await served.wait()
+        assert (await client.get(OPEN_CALLS_PATH)).json()["calls"] == {"waits": None}
+        assert asked == [(core, "lost", "waits")]
+        over.set()
+        await asyncio.gather(*calls)

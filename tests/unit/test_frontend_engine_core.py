@@ -14,7 +14,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from dualpath.core.errors import BadRequestError, EngineLostError
 from dualpath.router.engine_calls import TokenEvent
-from dualpath.router.hit_account import HitSource
+from dualpath.router.hit_account import HitPlace
 from dualpath.vllm.engine_core import RoutedEngineCore
 
 
@@ -147,7 +147,7 @@ async def test_a_malformed_hint_is_the_clients_mistake():
 
 
 async def test_hits_are_reported_once_by_vllms_names_of_their_sources():
-    sources = {HitSource.DE_DRAM: 64, HitSource.PE_STORAGE: 128, HitSource.DE_STORAGE: 64}
+    sources = {HitPlace.DE_DRAM: 64, HitPlace.PE_STORAGE: 128, HitPlace.DE_STORAGE: 64}
     events = [
         TokenEvent((5,), cached_tokens=256, cached_by_source=sources),
         TokenEvent((6,), finish_reason="length"),

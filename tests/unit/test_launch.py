@@ -1,6 +1,7 @@
 """A cluster on this machine: its command lines, and what is refused before anything starts."""
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,12 @@ def test_front_ends_reach_the_router_and_do_without_a_standby() -> None:
         ({"layer_buffers": -1}, "layer_buffers is -1; it must be at least 0"),
         ({"port": 70000}, "port is 70000; it must be between 0 and 65535"),
         ({"handover": "hbm"}, "handover.* is hbm, which only `dualpath simulate`"),
+        ({"units": 0}, "units is 0; it must be at least 1"),
+        ({"units": 2}, "units.* is 2 and .*front_ends.* is 0; set"),
+        (
+            {"units": 2, "front_ends": 1, "nodes": "2P1D"},
+            "units.* is 2 and .*nodes.* is '2P1D'; each unit needs a prefill and a decode node",
+        ),
     ],
 )
 def test_absurd_sizes_are_refused_by_name(change: dict[str, Any], message: str) -> None:
@@ -142,6 +149,15 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"port {port} .* --port"):
             cluster.start()
     assert cluster.processes == ()
+
+
+def test_a_dry_run_divides_the_engines_among_units(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--storage", "kv", "--nodes", "3P2D", "--front-ends", "1", "--units", "2"]
+    assert main(["serve", "m", *words, "--dry-run"]) == 0
+    router, *engines = capsys.readouterr().out.splitlines()
+    assert "--units 2" in router
+    ports = [re.findall(r'"router": "tcp://127.0.0.1:(\d+)"', line) for line in engines]
+    assert ports == [["5700"], ["5710"], ["5700"], ["5700"], ["5710"]]
 
 
 def test_a_dry_run_prints_one_command_per_process(capsys: pytest.CaptureFixture[str]) -> None:

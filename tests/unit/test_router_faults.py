@@ -177,6 +177,52 @@ async def test_waiting_requests_go_elsewhere_when_their_engine_is_lost():
         assert made.calls.decodes == ["d1"]
 
 
+async def waits_behind_another(made: Cluster) -> tuple[asyncio.Task, asyncio.Task]:
+    """Return a request that decodes, and one that waits: the DE's HBM holds one of them."""
+    made.calls.gates["decode"] = asyncio.Event()
+    decodes = asyncio.create_task(made.run(job("decodes", PROMPT)))
+    await made.arrives("decode")
+    waits = asyncio.create_task(made.run(job("waits", PROMPT)))
+    await made.service.arrivals.until(lambda: made.service.scheduler.dispatch.waiting == 1, GUARD_S)
+    return decodes, waits
+
+
+async def test_a_request_that_waits_for_a_role_without_engines_ends_as_a_new_one_does():
+    limit_s = 20.0
+    async with cluster(settings=RouterSettings(engine_wait_s=limit_s), hbm_tokens=30) as made:
+        requests = await waits_behind_another(made)
+        await made.engines["d0"].kill()
+        made.lose("d0")
+        clock = asyncio.get_running_loop().time
+        since_s = clock()
+        for request in (*requests, asyncio.create_task(made.run(job("new", PROMPT)))):
+            with pytest.raises(EngineLostError, match="1 of 1 prefill, 0 of 1 decode"):
+                await request
+        assert clock() - since_s == pytest.approx(limit_s, abs=1.0)
+        attempts = {record.request_id: record.attempts for record in made.service.records}
+        assert attempts == {"decodes": 1, "waits": 1, "new": 0}
+        made.calls.gates.pop("decode").set()
+        await made.add("d1", Role.DECODE)
+        assert await made.run(job("again", PROMPT)) == expected(PROMPT, 6)
+        await made.settled("p0", "d1")
+
+
+async def test_a_request_that_waits_keeps_its_attempt_if_an_engine_is_back_in_time():
+    async with cluster(settings=RouterSettings(engine_wait_s=20.0), hbm_tokens=30) as made:
+        requests = await waits_behind_another(made)
+        for _ in range(RouterSettings().max_attempts + 1):
+            await made.engines["p0"].kill()
+            made.lose("p0")
+            await asyncio.sleep(15.0)
+            await made.revive("p0")
+            await made.service.wait_ready(1, 1, GUARD_S)
+        made.calls.gates.pop("decode").set()
+        for request in requests:
+            assert await request == expected(PROMPT, 6)
+        assert {record.attempts for record in made.service.records} == {1}
+        await made.settled()
+
+
 async def test_a_failed_command_is_tried_again():
     async with cluster() as made:
         made.calls.gates["prefill"] = asyncio.Event()

@@ -16,6 +16,7 @@ from tests.unit.router_fakes import FakeEngine, expected, job
 from dualpath.core import control
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import EngineLostError
+from dualpath.core.weights import weights_version
 from dualpath.router.scheduler.registry import Pause
 from dualpath.router.settings import RouterSettings
 
@@ -310,6 +311,29 @@ async def test_a_rank_that_leaves_while_its_group_works_takes_the_others_with_it
         made.calls.gates["prefill"].set()
         assert await asyncio.gather(*runs) == [expected(PROMPT, 6)] * 2
         assert made.calls.prefills[2:] == ["other", "other"]
+
+
+async def test_a_group_that_has_left_for_other_weights_is_back_with_its_last_rank() -> None:
+    async with cluster(prefill=0) as made:
+        ranks = await add_group(made, "p", Role.PREFILL)
+        assert await made.run(job("before", PROMPT)) == expected(PROMPT, 6)
+        version, decode = weights_version("step-1", "0123456789abcdef"), made.engines["d0"]
+        for engine in (*ranks, decode):
+            await engine.leave()
+            engine.namespace = engine.namespace.with_weights(version)
+        await made.service.saw_loss("d0")
+        assert alive(made) == []
+        made.stored.clear()  # that of the former version's namespace
+        await decode.join(made.network)
+        waiting = asyncio.create_task(made.run(job("waits", PROMPT)))
+        await restart(made, ranks[:1], start=2)
+        await asyncio.sleep(2.0)
+        assert (alive(made), waits(made)) == (["d0"], ["p0"])
+        await restart(made, ranks[1:], start=2)
+        assert await waiting == expected(PROMPT, 6)
+        assert sorted(alive(made)) == ["d0", "p0", "p1"]
+        assert made.service.registry.weights == version
+        await made.settled()
 
 
 async def test_a_rank_that_another_engine_has_is_refused() -> None:

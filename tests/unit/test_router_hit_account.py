@@ -13,7 +13,7 @@ from dualpath.router.hit_account import (
     GONE,
     NEW,
     TAIL,
-    HitSource,
+    HitPlace,
     SeenBlocks,
 )
 
@@ -47,10 +47,10 @@ def test_hits_have_the_dram_or_the_reads_of_an_engine_as_their_source() -> None:
     )
     found = account(SeenBlocks(), keys(*range(7)), 1, stored=6, hit=6, hits=hits)
     assert found.sources == {
-        HitSource.DE_DRAM: 4,
-        HitSource.PE_DRAM: 4,
-        HitSource.DE_STORAGE: 12,
-        HitSource.PE_STORAGE: 4,
+        HitPlace.DE_DRAM: 4,
+        HitPlace.PE_DRAM: 4,
+        HitPlace.DE_STORAGE: 12,
+        HitPlace.PE_STORAGE: 4,
     }
     assert sum(found.sources.values()) == found.hit_tokens
 

@@ -153,6 +153,23 @@ async def test_requests_that_wait_in_a_unit_without_engines_of_a_role_go_to_the_
         assert {record.outcome for record in service.records} == {"finished"}
 
 
+async def test_without_a_unit_that_serves_requests_that_wait_end_after_a_limit() -> None:
+    async with two_units(hbm_tokens=30) as made, made.front_end() as service:
+        made.calls.gates["decode"] = asyncio.Event()
+        running = [asyncio.create_task(several(service, [n])) for n in range(8)]
+        await until(lambda: len(made.calls.prefills) == 2)
+        await asyncio.sleep(1.0)
+        for unit in (made.a, made.b):
+            await unit.kill_engines(Role.PREFILL)
+        ends = await asyncio.gather(*running[2:], return_exceptions=True)
+        assert {type(end) for end in ends} == {EngineLostError}
+        assert all("0 of 1 prefill, 0 of 1 decode" in str(end) for end in ends), ends
+        waited_s = {(record.end_s or 0.0) - record.start_s for record in service.records}
+        assert max(waited_s) < service.settings.engine_wait_s + 2.0
+        made.calls.gates.pop("decode").set()
+        await asyncio.gather(*running[:2])
+
+
 async def test_an_attempt_that_failed_in_a_unit_is_repeated_in_the_other_one() -> None:
     async with two_units() as made, made.front_end() as service:
         made.calls.errors.append(EngineLostError("the test says so"))

@@ -145,6 +145,21 @@ async def test_an_update_reaches_all_engines_before_the_next_request_does() -> N
         await made.settled()
 
 
+async def test_a_server_of_several_ranks_is_called_once_for_all_of_them() -> None:
+    async with trained(2, 1) as (made, _):
+        updates, called = made.service.scheduler.weights, list[tuple[str, str]]()
+        updates._engines = {"p0-dp0": "http://p", "p0-dp1": "http://p", "d0": "http://d"}
+
+        async def work(engine_id: str, api_url: str) -> str:
+            called.append((engine_id, api_url))
+            return f"answer of {api_url}"
+
+        found = await updates._each(["p0-dp0", "p0-dp1", "d0"], work)
+        assert called == [("p0-dp0", "http://p"), ("d0", "http://d")]
+        answer = "answer of http://p"
+        assert found == {"p0-dp0": answer, "p0-dp1": answer, "d0": "answer of http://d"}
+
+
 async def test_running_requests_are_finished_first() -> None:
     async with trained() as (made, engines):
         made.calls.gates["decode"] = asyncio.Event()

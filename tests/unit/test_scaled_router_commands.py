@@ -6,7 +6,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
@@ -73,7 +75,42 @@ def test_a_front_end_gets_its_clients_settings_and_the_schedulers_address() -> N
         assert found.share_port
         names.add(found.front_end_name)
     assert len(names) == 2
-    assert _link(ROUTER, 0).front_end_name in names  # a restarted one has its name again
+    assert _link([ROUTER], 0).front_end_name in names  # a restarted one has its name again
+
+
+def test_each_unit_has_a_scheduler_with_ports_of_its_own_and_front_ends_know_all() -> None:
+    links: list[LinkSettings] = []
+
+    def words(own: RouterSettings, link: LinkSettings) -> list[str]:
+        assert own.units == 1
+        links.append(link)
+        return ["frontend", "m"]
+
+    router = msgspec.structs.replace(ROUTER, units=3, event_log="logs/events.jsonl.xz")
+    made = ScaledRouter(router, "127.0.0.1", words)
+    names = [name for name in made._commands if name.startswith("scheduler")]
+    assert names == ["scheduler-0", "scheduler-1", "scheduler-2"]
+    found = [scheduler._settings(parsed(scheduler, [*made._commands[name]])) for name in names]
+    assert [settings.control_port for settings, _ in found] == [5700, 5710, 5720]
+    assert [settings.event_log for settings, _ in found] == [
+        f"logs/unit-{unit}-events.jsonl.xz" for unit in range(3)
+    ]
+    assert [address.port for _, address in found] == [8001, 8011, 8021]
+    assert made.cluster_urls == [f"http://127.0.0.1:{port}" for port in (8001, 8011, 8021)]
+    scheduler_addresses = ",".join(f"tcp://127.0.0.1:{port}" for port in (5701, 5711, 5721))
+    assert {link.scheduler for link in links} == {scheduler_addresses}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"front_ends": 0}, "units.* is 2 and .*front_ends.* is 0; set .* at least 1"),
+        ({"cluster_port": 65530}, "from 65530 on the last one would be 65540; choose lower ports"),
+    ],
+)
+def test_units_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RouterSettings(**({"front_ends": 1, "units": 2} | changes))
 
 
 def test_settings_of_the_environment_apply_once_and_keys_are_passed_in_it() -> None:

@@ -553,6 +553,22 @@ async def test_a_prefill_engine_that_dies_ends_the_first_leg_with_an_error() -> 
         await every.nothing_is_left()
 
 
+async def test_a_first_leg_that_waits_while_no_decode_engine_lives_ends_after_a_limit() -> None:
+    async with engines(hbm_tokens=300) as every:
+        params = await every.first("p0", PROMPT)  # the HBM of the decode engine holds one leg
+        waits = asyncio.create_task(every.first("p0", [5, *PROMPT]))
+        waiting = lambda: every.made.service.scheduler.dispatch.waiting  # noqa: E731
+        await every.made.service.arrivals.until(lambda: waiting() == 1, LIMIT_S)
+        await every.made.engines["d0"].kill()
+        every.made.lose("d0")
+        clock = asyncio.get_running_loop().time
+        since_s = clock()
+        with pytest.raises(EngineLostError, match="0 of 1 decode"):
+            await waits
+        assert clock() - since_s == pytest.approx(SETTINGS.engine_wait_s, abs=1.0)
+        assert params is not None
+
+
 async def test_a_prefill_engine_that_the_scheduler_does_not_know_gets_no_leg() -> None:
     async with engines() as every:
         every.open("p7", Role.PREFILL)

@@ -29,7 +29,11 @@ def emulated_commands(
     router_settings = router or RouterSettings()
 
     def router_command(
-        settings: LocalClusterSettings, port: int, control_port: int, *more: object
+        settings: LocalClusterSettings,
+        port: int,
+        control_port: int,
+        standby_lock: str = "",
+        cluster_port: int = 0,
     ) -> list[str]:
         own = msgspec.structs.replace(
             router_settings,
@@ -37,6 +41,13 @@ def emulated_commands(
             control_port=control_port,
             mode=settings.mode,
         )
+        if settings.front_ends:
+            own = msgspec.structs.replace(
+                own,
+                front_ends=settings.front_ends,
+                units=settings.units,
+                cluster_port=cluster_port,
+            )
         return ["emulate", "router", "--port", str(port), *arguments(own)]
 
     def engine_command(

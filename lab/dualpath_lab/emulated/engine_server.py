@@ -76,7 +76,7 @@ from dualpath_lab.emulated.requests import Answer, DecodeRequest, Deliver, Prefi
 # Validates requests to an emulated engine and submits them to it.
 
 
-class Admission:
+class RequestSubmitter:
     """Validates and submits requests of one engine; methods may be called from any thread."""
 
     def __init__(self, plane: DataPlane, engine: PrefillEngine | DecodeEngine) -> None:
@@ -214,7 +214,7 @@ class EngineServer:
         settings = plane.settings
         own = (settings.host, urlsplit(settings.engine.api_url).hostname or "")
         self._keys = engine_keys(hosts=server_hosts(settings.engine.allowed_hosts, *own))
-        self._admission = Admission(plane, engine)
+        self._admission = RequestSubmitter(plane, engine)
         self._metrics = EngineMetrics(plane)
         self._bodies = ArrivingBodies(EngineBodies())
         self._bridge = LoopBridge(asyncio.get_running_loop())

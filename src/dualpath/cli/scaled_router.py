@@ -48,8 +48,8 @@ def run_scaled_router(
                 endpoint = http_url(host, number, tls=bool(certificate))
                 _say(
                     f"{settings.front_ends} front ends at {endpoint}/v1, "
-                    f"cluster at {processes.cluster_url}, engines register at "
-                    f"{processes.control_address}"
+                    f"cluster at {', '.join(processes.cluster_urls)}, engines register at "
+                    f"{', '.join(processes.control_addresses)}"
                 )
                 watch_until_stopped(processes, _say)
         except KeyboardInterrupt:

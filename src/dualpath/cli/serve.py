@@ -115,7 +115,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             with LocalCluster(settings, _say) as cluster:
                 if cluster.cluster_url != cluster.endpoint:
-                    _say(f"cluster at {cluster.cluster_url} (/dashboard, status, roles)")
+                    urls = ", ".join(cluster.cluster_urls)
+                    _say(f"cluster at {urls} (/dashboard, status, roles)")
                 _say(f"endpoint {cluster.endpoint}/v1 (Ctrl-C stops it)")
                 watch_until_stopped(cluster, _say)
         except KeyboardInterrupt:
@@ -138,6 +139,7 @@ def _print_commands(settings: LocalClusterSettings) -> int:
     from dualpath.launch.executor import engine_units, router_units
     from dualpath.launch.ports import LOOPBACK
     from dualpath.launch.start_checks import check_start
+    from dualpath.router.settings import UNIT_PORTS_APART
 
     check_start(settings)
     _report_missing_packages(settings)
@@ -161,7 +163,8 @@ def _print_commands(settings: LocalClusterSettings) -> int:
             port += 1
             dp = DpRank(rank, size, rpc_port) if size > 1 else None
             command = engine_command(
-                *(settings, unit.role, unit.index, port, control_port),
+                *(settings, unit.role, unit.index, port),
+                control_port + settings.unit(unit.index) * UNIT_PORTS_APART,
                 host="NODE" if on_ray else LOOPBACK,
                 router_host="ROUTER" if on_ray else LOOPBACK,
                 dp=dp,

@@ -79,7 +79,7 @@ def router_command(
     standby_lock: str = "",
     cluster_port: int = 0,
 ) -> list[str]:
-    """Return the arguments after ``dualpath``."""
+    """Return the arguments after ``dualpath``; ports are those of the first unit."""
     router = RouterSettings(
         control_host=settings.control_host,
         control_port=control_port,
@@ -96,6 +96,7 @@ def router_command(
         engine_groups=settings.engine_groups,
         handover=settings.handover,
         front_ends=settings.front_ends,
+        units=settings.units,
         cluster_port=cluster_port,
     )
     endpoint = FrontEndSettings(
@@ -221,7 +222,7 @@ VLLM = Commands(ROUTER_ENTRY, router_command, ENGINE_ENTRY, engine_command)
 def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
     """Return keys of ``RouterSettings`` set by ``router_command``, overriding a file."""
     keys = {"control_host", "control_port", "mode", "cluster_secret_file", "api_keys"}
-    keys |= {"front_ends", "cluster_port"}
+    keys |= {"front_ends", "units", "cluster_port"}
     given = ("allowed_hosts", "open_metrics", "alpha_tokens", "beta_tokens", "event_log")
     lock = {"standby_lock", "standby_lease"} if settings.standby else set()
     tier = set() if settings.dram_tier else {"dram_tier"}

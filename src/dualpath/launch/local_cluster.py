@@ -42,7 +42,7 @@ from dualpath.launch.executor import (
     router_units,
     too_few_devices,
 )
-from dualpath.launch.ports import claim_port
+from dualpath.launch.ports import claim_port, claim_ports
 from dualpath.launch.process import DRAIN_GUARD_S, POLL_S, ManagedProcess, Restarts, Supervisor
 from dualpath.launch.settings import LocalClusterSettings
 from dualpath.launch.start_checks import check_start
@@ -52,6 +52,7 @@ from dualpath.node.private_folder import log_folder
 from dualpath.node.secret_file import secret_variable
 from dualpath.router.api_keys import API_KEY_VARIABLE, ENGINE_KEY_VARIABLE, client_headers
 from dualpath.router.scheduler.role_calls import call_roles, open_connection
+from dualpath.router.settings import UNIT_PORTS_APART
 from dualpath.transport.nic_pairing import local_nic_pairing
 from dualpath.vllm.engine_arguments import tls_arguments
 
@@ -335,17 +336,23 @@ class LocalCluster:
         self._shapes: dict[str, UnitShape] = {}
         self._trials = Trials(self._shapes)
         self._restarts = Restarts(self._start_again, self._units)
-        self._requested_roles = RequestedRoles(
-            lambda: self._status.roles(), self._units, self._shapes, settings.ranks, self.change
-        )
+        self._requested_roles = [
+            RequestedRoles(
+                functools.partial(self._roles_of, unit),
+                *(self._units, self._shapes, settings.ranks, self.change),
+            )
+            for unit in range(settings.units)
+        ]
         self._own_logs: str | None = None
         self._keys = ClusterKeys(
             settings,
             one_machine=self._executor.one_machine,
             paired_ports=bool(usable_devices(settings.devices) and local_nic_pairing()),
         )
+        #: That of the first unit.
         self.control_port = 0
-        self._status = ClusterStatus("", "", {})  # replaced by ``launch``
+        #: One for each unit, replaced by ``launch``.
+        self._statuses = [ClusterStatus("", "", {})] * settings.units
 
     def __enter__(self) -> "LocalCluster":
         self.start()
@@ -362,12 +369,17 @@ class LocalCluster:
     @property
     def endpoint(self) -> str:
         """The URL for clients, once the cluster is launched."""
-        return self._status.endpoint
+        return self._statuses[0].endpoint
 
     @property
     def cluster_url(self) -> str:
         """The URL of the cluster's state: the same unless there are several front ends."""
-        return self._status.cluster_url
+        return self.cluster_urls[0]
+
+    @property
+    def cluster_urls(self) -> list[str]:
+        """The URL of each unit's state."""
+        return [status.cluster_url for status in self._statuses]
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
@@ -391,8 +403,9 @@ class LocalCluster:
         try:
             self._executor.reserve((*routers, *engines))
             self._claim_addresses()
+            several = f", {settings.units} units" if settings.units > 1 else ""
             self._progress(
-                f"starting router, {settings.prefill}P{settings.decode}D ({settings.mode})"
+                f"starting router, {settings.prefill}P{settings.decode}D ({settings.mode}){several}"
             )
             for unit in routers:
                 self._starts[unit.name] = functools.partial(self._start_router, unit)
@@ -408,7 +421,8 @@ class LocalCluster:
         """Choose the router's addresses on this machine."""
         host = self.settings.host
         self._port = claim_port(host, self.settings.port)
-        self.control_port = claim_port(self._executor.host)
+        units = self.settings.units
+        self.control_port = claim_ports(self._executor.host, units, UNIT_PORTS_APART)
         reachable, tls = seen_from_here(host), tls_arguments(self.settings.vllm_args)
         has_tls = bool(tls.certificate_file)
 
@@ -417,14 +431,23 @@ class LocalCluster:
             own = (tls.certificate_file, tls.key_file)
             return trusting_only(*own) if has_tls else None
 
-        self._cluster_port = claim_port(host) if self.settings.front_ends else 0
-        self._status = ClusterStatus(
-            http_url(reachable, self._port, tls=has_tls),
+        self._cluster_port = 0
+        if self.settings.front_ends:
             # The scheduler of several front ends has a server of its own.
-            http_url(reachable, self._cluster_port or self._port, tls=has_tls),
-            client_headers(self.settings.api_keys),
-            context,
-        )
+            self._cluster_port = claim_ports(host, units, UNIT_PORTS_APART)
+        self._statuses = [
+            ClusterStatus(
+                http_url(reachable, self._port, tls=has_tls),
+                http_url(
+                    reachable,
+                    (self._cluster_port or self._port) + unit * UNIT_PORTS_APART,
+                    tls=has_tls,
+                ),
+                client_headers(self.settings.api_keys),
+                context,
+            )
+            for unit in range(units)
+        ]
 
     def _start_router(self, unit: Unit) -> None:
         logs = self._log_dir()
@@ -456,13 +479,14 @@ class LocalCluster:
     def _engine_launches(self, unit: Unit, role: Role, place: Place) -> list[Launch]:
         """Return the processes of a unit with the current ``role``, at its place."""
         size, each = len(unit.processes), len(place.devices) // len(unit.processes)
+        control_port = self.control_port + self.settings.unit(unit.index) * UNIT_PORTS_APART
         rpc_port = place.claim_port() if size > 1 else 0
         launches = []
         for rank in range(size):
             own = place.devices[rank * each : (rank + 1) * each]
             command = self._commands.engine(
                 self.settings,
-                *(role, unit.index, place.claim_port(), self.control_port),
+                *(role, unit.index, place.claim_port(), control_port),
                 host=place.host,
                 router_host=self._executor.host,
                 dp=DpRank(rank, size, rpc_port) if size > 1 else None,
@@ -505,7 +529,8 @@ class LocalCluster:
     def supervise(self) -> None:
         """Restart processes that are due and apply role changes; call it periodically."""
         self._restarts.poll(self.processes, time.monotonic())
-        self._requested_roles.poll(time.monotonic())
+        for requested in self._requested_roles:
+            requested.poll(time.monotonic())
         self._trials.poll(time.monotonic(), self._serves_as)
 
     def change(self, unit: str, shape: UnitShape) -> None:
@@ -526,13 +551,20 @@ class LocalCluster:
         self._starts[unit]()
 
     def _serves_as(self, unit: str, shape: UnitShape) -> bool:
-        alive = self._status.alive()
+        alive = self._alive()
         names = [name for name, of in self._units.items() if of == unit]
         return all(alive.get(name) == shape.role.value for name in names)
 
     def status(self) -> dict[str, Any]:
-        """Return the router's ``/dualpath/v1/status``."""
-        return self._status.read()
+        """Return the router's ``/dualpath/v1/status``, that of the first unit."""
+        return self._statuses[0].read()
+
+    def _alive(self) -> dict[str, str]:
+        """Return the role of every live engine of all units by name."""
+        return {name: role for status in self._statuses for name, role in status.alive().items()}
+
+    def _roles_of(self, unit: int) -> dict[str, Any] | None:
+        return self._statuses[unit].roles()
 
     def _log_dir(self) -> Path:
         if self.settings.log_dir:
@@ -556,9 +588,9 @@ class LocalCluster:
 
         def missing() -> str:
             nonlocal reported
-            present = len(self._status.alive())
+            present = len(self._alive())
             state = f"{present} of {expected} engines registered"
-            loads = present == expected and not self._status.serves()
+            loads = present == expected and not self._statuses[0].serves()
             state += ", no front end serves yet" if loads else ""
             if state != reported:
                 reported = state

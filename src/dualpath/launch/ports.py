@@ -18,6 +18,7 @@ _RANGE_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # which a process's other messages must not use.
 _LOWEST = 10240
 _END = PortRange().first
+_TRIES = 1000
 # Starts at a random offset, so that two processes rarely choose the same ports.
 _offsets = itertools.count(secrets.randbelow(1 << 15))
 
@@ -31,6 +32,25 @@ def claim_port(host: str = LOOPBACK, port: int = 0) -> int:
             f"port {port} on {host} cannot be used ({error.strerror}); choose another with "
             "--port, or 0 for any free one"
         ) from error
+
+
+def claim_ports(host: str, count: int, apart: int) -> int:
+    """Return a port that is free, as are those ``apart``, 2 · ``apart`` and so on above it.
+
+    ``count`` is the number of these ports.  Raises ``ConfigError`` if none are found.
+    """
+    for _ in range(_TRIES):
+        first = claim_port(host)
+        try:
+            for number in range(1, count):
+                free_port(host, first + number * apart)
+        except (OSError, OverflowError):
+            continue
+        return first
+    raise ConfigError(
+        f"no {count} free ports on {host} that are {apart} apart were found in {_TRIES} tries; "
+        "start fewer units"
+    )
 
 
 def free_port(host: str, port: int) -> int:

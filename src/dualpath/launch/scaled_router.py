@@ -1,8 +1,9 @@
-"""A router as several processes of this machine: a scheduler, and front ends on one port.
+"""A router as several processes of this machine: schedulers, and front ends on one port.
 
+There is one scheduler, or with ``units`` several, each with engines of its own.
 The kernel distributes connections over the front ends (SO_REUSEPORT), each with its own accept
 queue.  This process only supervises: a front end that exits loses its own streams and is restarted
-while the others serve; the scheduler is restarted too, and front ends and engines reconnect to it.
+while the others serve; a scheduler is restarted too, and front ends and engines reconnect to it.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
@@ -30,7 +32,12 @@ from dualpath.launch.process import DRAIN_GUARD_S, Restarts, SpawnedProcess, Sup
 from dualpath.node.sockets import resolved
 from dualpath.router.observe.metrics import SHARED_METRICS, metrics_writer
 from dualpath.router.setting_owners import FRONT_ENDS_OWN, SCHEDULERS_OWN
-from dualpath.router.settings import LinkSettings, RouterSettings, SchedulerAddress
+from dualpath.router.settings import (
+    UNIT_PORTS_APART,
+    LinkSettings,
+    RouterSettings,
+    SchedulerAddress,
+)
 
 SCHEDULER = "scheduler"
 #: Exit code of a command with invalid arguments or settings.
@@ -120,8 +127,8 @@ class ScaledRouter:
 
     ``front_end`` returns the arguments after ``dualpath`` of a front end with these settings and
     this link.  ``adapters`` maps the adapters that clients may name to their paths.  Ports of 0 are
-    chosen once.  With a ``certificate`` and ``key`` the scheduler's own port speaks HTTPS.  Exits
-    and restarts are logged.
+    chosen once.  With a ``certificate`` and ``key`` the schedulers' own ports speak HTTPS.  Exits
+    and restarts are logged.  ``control_addresses`` and ``cluster_urls`` are those of each unit.
     """
 
     def __init__(
@@ -134,22 +141,25 @@ class ScaledRouter:
         certificate: str = "",
         key: str = "",
     ) -> None:
-        settings = _with_ports(settings, host)
-        self.control_address = tcp_endpoint(settings.control_host, settings.control_port)
-        self.cluster_url = http_url(
-            seen_from_here(host), settings.cluster_port, tls=bool(certificate)
-        )
+        units = unit_settings(settings, host)
+        self.control_addresses = [tcp_endpoint(u.control_host, u.control_port) for u in units]
+        self.cluster_urls = [
+            http_url(seen_from_here(host), unit.cluster_port, tls=bool(certificate))
+            for unit in units
+        ]
         self._metrics = MetricsFolder()
         self._environment = _environment(settings, os.environ)
         self._commands: dict[str, Sequence[str]] = {}
         #: Names of front ends at the scheduler, by the names of their processes.
         self._front_ends: dict[str, str] = {}
-        address = SchedulerAddress(
-            host, settings.cluster_port, certificate, key, lora_modules=dict(adapters)
-        )
-        self._commands[SCHEDULER] = scheduler_command(settings, address)
+        for number, unit in enumerate(units):
+            name = SCHEDULER if len(units) == 1 else f"{SCHEDULER}-{number}"
+            address = SchedulerAddress(
+                host, unit.cluster_port, certificate, key, lora_modules=dict(adapters)
+            )
+            self._commands[name] = scheduler_command(unit, address)
         for index in range(settings.front_ends):
-            link = _link(settings, index)
+            link = _link(units, index)
             self._front_ends[f"front-end-{index}"] = link.front_end_name
             own = _without(settings, (*SCHEDULERS_OWN, "api_keys"))
             self._commands[f"front-end-{index}"] = front_end(own, link)
@@ -186,18 +196,19 @@ class ScaledRouter:
 
     def drain(self) -> None:
         """Accept no new requests; return when running requests and front ends have ended."""
-        fronts = [p for p in self._supervisor.processes if p.name != SCHEDULER]
+        fronts = [p for p in self._supervisor.processes if p.name in self._front_ends]
         for process in fronts:
             process.terminate()
         until_s = time.monotonic() + DRAIN_GUARD_S
-        # Restart the scheduler if it exits meanwhile, but no front end.
+        # Restart schedulers that exit meanwhile, but no front end.
         while any(p.alive for p in fronts) and time.monotonic() < until_s:
-            scheduler = self._supervisor.process(SCHEDULER)
-            self._restarts.poll([scheduler], time.monotonic())
+            now = self._supervisor.processes
+            schedulers = [p for p in now if p.name not in self._front_ends]
+            self._restarts.poll(schedulers, time.monotonic())
             time.sleep(_POLL_S)
 
     def _start(self, name: str) -> None:
-        is_front_end = name != SCHEDULER
+        is_front_end = name in self._front_ends
         if is_front_end and self._starts[name]:
             # Its counters go on; its gauges of running requests are removed.
             mark_process_dead(  # type: ignore[no-untyped-call]
@@ -216,10 +227,13 @@ def scheduler_command(settings: RouterSettings, address: SchedulerAddress) -> li
     return [SCHEDULER, *arguments(address), *arguments(own)]
 
 
-def _link(settings: RouterSettings, index: int) -> LinkSettings:
-    assert settings.front_ends_port is not None, "chosen by _with_ports"
+def _link(units: Sequence[RouterSettings], index: int) -> LinkSettings:
+    addresses = []
+    for unit in units:
+        assert unit.front_ends_port is not None, "chosen by unit_settings"
+        addresses.append(tcp_endpoint(seen_from_here(unit.control_host), unit.front_ends_port))
     return LinkSettings(
-        scheduler=tcp_endpoint(seen_from_here(settings.control_host), settings.front_ends_port),
+        scheduler=",".join(addresses),
         # A restarted process of this name replaces the previous one at the scheduler.
         front_end_name=f"{socket.gethostname()}-front-{index}",
         share_port=True,
@@ -243,15 +257,25 @@ def _environment(settings: RouterSettings, environment: Mapping[str, str]) -> di
     return {**kept, variable("router", "api_keys"): keys} if settings.api_keys else kept
 
 
-def _with_ports(settings: RouterSettings, host: str) -> RouterSettings:
-    """Choose ports of 0 now, so that restarted processes have the same ports."""
-    chosen = {
-        name: claim_port(where)
-        for name, where in (
-            ("control_port", settings.control_host),
-            ("front_ends_port", settings.control_host),
-            ("cluster_port", host),
-        )
-        if not getattr(settings, name)
-    }
-    return msgspec.structs.replace(settings, **chosen)
+def unit_settings(settings: RouterSettings, host: str) -> list[RouterSettings]:
+    """Return the settings of each unit's scheduler, with the unit's ports and event log.
+
+    Ports of 0 are chosen now, so that restarted processes have the same ports.
+    """
+    return [_of_unit(settings, host, unit) for unit in range(settings.units)]
+
+
+def _of_unit(settings: RouterSettings, host: str, unit: int) -> RouterSettings:
+    ports = {}
+    for name, where in (
+        ("control_port", settings.control_host),
+        ("front_ends_port", settings.control_host),
+        ("cluster_port", host),
+    ):
+        first = getattr(settings, name)
+        ports[name] = first + unit * UNIT_PORTS_APART if first else claim_port(where)
+    changes: dict[str, int | str] = {"units": 1, **ports}
+    if settings.event_log and settings.units > 1:
+        log = Path(settings.event_log)
+        changes["event_log"] = str(log.with_name(f"unit-{unit}-{log.name}"))
+    return msgspec.structs.replace(settings, **changes)

@@ -43,7 +43,9 @@ from dualpath.router.settings import (
     HandoverSetting,
     OpenMetrics,
     RecomputeLimit,
+    UnitCount,
     check_handover,
+    check_units,
 )
 from dualpath.transport.ucx_config import check_engine_config
 from dualpath.vllm.front_end_settings import (
@@ -159,6 +161,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     allowed_hosts: AllowedHosts = ()
     open_metrics: OpenMetrics = False
     front_ends: FrontEnds = 0
+    units: UnitCount = 1
     standby: Annotated[
         bool,
         Setting("run a standby router, ready to become leader when the first one exits"),
@@ -196,6 +199,12 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
                 f"{{front_ends}} is {self.front_ends} and {{standby}} is on; omit {{standby}}: "
                 "with front ends the scheduler is restarted automatically"
             )
+        check_units(self.units, self.front_ends)
+        if self.units > min(self.prefill, self.decode):
+            raise ConfigError(
+                f"{{units}} is {self.units} and {{nodes}} is {self.nodes!r}; each unit needs a "
+                "prefill and a decode node of its own: add nodes, or start fewer units"
+            )
         if self.executor == "ray" and self.devices:
             raise ConfigError(
                 f"{{devices}} is {','.join(self.devices)} and {{executor}} is ray, which assigns "
@@ -203,6 +212,10 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
             )
         check_handover(self.handover)
         check_engine_config(self.nixl_engine_config)
+
+    def unit(self, index: int) -> int:
+        """Return the unit of a node of engines, by its number among those of its role."""
+        return index % self.units
 
     def ranks(self, role: Role) -> int:
         """Return the engines per node of this role: the ranks of its data-parallel group."""

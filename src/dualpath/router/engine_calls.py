@@ -15,7 +15,7 @@ from dualpath.core.kv_hints import NO_KV_HINTS, KvRequestHints
 from dualpath.core.session_hints import NO_HINTS, SessionHints
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.engines import EngineInfo
-from dualpath.router.hit_account import HitSource
+from dualpath.router.hit_account import HitPlace
 
 #: The calls that an engine's HTTP server has: by name, for how many seconds it has sent nothing of
 #: their answers; None before the first byte.
@@ -37,7 +37,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
     payload: object = None
     cached_tokens: int | None = None
-    cached_by_source: Mapping[HitSource, int] | None = None
+    cached_by_source: Mapping[HitPlace, int] | None = None
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """The engines of a cluster, as far as the life of a request needs them."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -165,6 +165,10 @@ class Membership:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def next_change(self) -> Awaitable[object]:
+        """Return what ends when the next engine after this call joins or is lost."""
+        return self._changed.wait()
+
     async def wait(self, prefill: int, decode: int, timeout_s: float, address: str) -> None:
         """Wait for live engines; raises ``DeadlineError`` with what is missing.
 
@@ -184,3 +188,40 @@ class Membership:
                 f"live engines after {timeout_s:g} s: {there}; start the missing ones with the "
                 f"router's control address {address}"
             ) from None
+
+
+class MissingRole:
+    """Calls ``late`` with the reason when a role has had no live engine for ``wait_s``.
+
+    Attempts that wait for their engines then would wait until their deadline.  ``wait`` is
+    ``Scheduling.wait_for_engines``; ``membership`` notifies of changes of ``engines``.
+    """
+
+    def __init__(
+        self,
+        engines: KnownEngines,
+        membership: Membership,
+        wait: Callable[[int, int, float], Awaitable[None]],
+        wait_s: float,
+        late: Callable[[str], None],
+    ) -> None:
+        self._engines, self._wait, self._wait_s, self._late = engines, wait, wait_s, late
+        self._waiting: asyncio.Task[None] | None = None
+        membership.listeners.append(self._changed)
+
+    def stop(self) -> None:
+        """Stop a wait that is under way; idempotent."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def _changed(self, joined: Sequence[EngineInfo], lost: Sequence[EngineInfo]) -> None:
+        if self._waiting is None and missing_engines(self._engines) is not None:
+            self._waiting = asyncio.create_task(self._until_late(), name="wait for a role")
+
+    async def _until_late(self) -> None:
+        try:
+            await self._wait(1, 1, self._wait_s)
+        except DeadlineError as error:
+            self._late(str(error))
+        finally:
+            self._waiting = None

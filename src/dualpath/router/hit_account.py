@@ -33,7 +33,7 @@ LOOKUP_FAILURES = (TIMEOUT, ENGINE_LOST) = ("timeout", "engine-lost")
 SEEN_KEYS = 1 << 18
 
 
-class HitSource(StrEnum):
+class HitPlace(StrEnum):
     """From where a hit was loaded, and by which engine of the request.
 
     An engine that reads a block from storage may get it from the DRAM of its node.
@@ -47,14 +47,14 @@ class HitSource(StrEnum):
     DE_STORAGE = "de-storage"
 
 
-def hit_sources(hits: Sequence[HitRun], block_tokens: int) -> dict[HitSource, int]:
+def hit_sources(hits: Sequence[HitRun], block_tokens: int) -> dict[HitPlace, int]:
     """Return the hit tokens by source; sources without any are left out."""
-    tokens: dict[HitSource, int] = {}
+    tokens: dict[HitPlace, int] = {}
     for run in hits:
         if run.side is Role.PREFILL:
-            source = HitSource.PE_DRAM if run.cached else HitSource.PE_STORAGE
+            source = HitPlace.PE_DRAM if run.cached else HitPlace.PE_STORAGE
         else:
-            source = HitSource.DE_DRAM if run.cached else HitSource.DE_STORAGE
+            source = HitPlace.DE_DRAM if run.cached else HitPlace.DE_STORAGE
         tokens[source] = tokens.get(source, 0) + run.blocks.count * block_tokens
     return tokens
 
@@ -62,7 +62,7 @@ def hit_sources(hits: Sequence[HitRun], block_tokens: int) -> dict[HitSource, in
 class HitAccount(msgspec.Struct, frozen=True):
     """Tokens of one prompt: ``hit_tokens`` were loaded, ``missed`` maps a reason to the others.
 
-    ``sources`` are the hit tokens by ``HitSource``, empty if no bytes are moved.
+    ``sources`` are the hit tokens by ``HitPlace``, empty if no bytes are moved.
 
     ``ideal_hit_tokens`` would have been loaded by a storage that never evicts and a data path
     that never fails.
@@ -72,7 +72,7 @@ class HitAccount(msgspec.Struct, frozen=True):
     hit_tokens: int
     ideal_hit_tokens: int
     missed: dict[str, int]
-    sources: dict[HitSource, int] = {}
+    sources: dict[HitPlace, int] = {}
 
 
 class SeenBlocks:

@@ -23,7 +23,7 @@ import msgspec
 
 from dualpath.core.session_hints import NO_HINTS, SessionHints
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
-from dualpath.router.engines import EngineInfo, KnownEngines
+from dualpath.router.engines import EngineInfo, KnownEngines, Membership
 from dualpath.router.hit_account import HitAccount
 from dualpath.router.stages import StageTime
 
@@ -225,6 +225,11 @@ class Scheduling(Protocol):
     @property
     def engines(self) -> KnownEngines:
         """The engines of the cluster."""
+        ...
+
+    @property
+    def membership(self) -> Membership:
+        """Notifies of engines that join or are lost."""
         ...
 
     @property

@@ -14,12 +14,12 @@ SCHEDULERS_OWN = (
     *("append_at_decode_tokens", "engine_groups", "handover"),
     *("dram_tier", "prefetch_sessions", "retain_share"),
     *("rebalance", "rebalance_options", "role_switch_timeout_s"),
-    *("front_ends", "cluster_port"),
+    *("front_ends", "units", "cluster_port"),
 )
 FRONT_ENDS_OWN = (
     *("call_silence_s", "inquiry_timeout_s"),
     *("engine_wait_s", "request_deadline_s", "drain_timeout_s", "max_attempts"),
     *("max_concurrent_requests", "max_waiting_requests", "tenant_weights"),
     *("max_prompt_tokens", "max_samples"),
-    *("otlp_traces_endpoint", "front_ends", "cluster_port"),
+    *("otlp_traces_endpoint", "front_ends", "units", "cluster_port"),
 )

@@ -107,6 +107,26 @@ FrontEnds = Annotated[
         ge=0,
     ),
 ]
+UnitCount = Annotated[
+    int,
+    Setting(
+        "with front_ends: schedulers, each with engines of its own; all front ends know all of "
+        "them. Ports of the next schedulers are 10, 20 and so on higher",
+        ge=1,
+    ),
+]
+#: Distance between the same port of one unit's scheduler and of the next one's.
+UNIT_PORTS_APART = 10
+_LAST_PORT = 65535
+
+
+def check_units(units: int, front_ends: int) -> None:
+    """Raise ``ConfigError`` for several units in a process that serves clients itself."""
+    if units > 1 and not front_ends:
+        raise ConfigError(
+            f"{{units}} is {units} and {{front_ends}} is 0; set {{front_ends}} to the number of "
+            "processes that serve clients, at least 1: they divide requests between the units"
+        )
 
 
 def check_handover(handover: Handover) -> None:
@@ -135,6 +155,7 @@ class RouterSettings(Settings, frozen=True):
         ),
     ] = None
     front_ends: FrontEnds = 0
+    units: UnitCount = 1
     cluster_port: Annotated[
         int,
         Setting(
@@ -398,6 +419,14 @@ class RouterSettings(Settings, frozen=True):
                 "given; the scheduler of front ends is started again by itself, leave them out, or "
                 "start `dualpath scheduler` with them and `dualpath frontend`"
             )
+        check_units(self.units, self.front_ends)
+        for port in (self.control_port, self.front_ends_port, self.cluster_port):
+            if port and (last := port + (self.units - 1) * UNIT_PORTS_APART) > _LAST_PORT:
+                raise ConfigError(
+                    f"{{units}} is {self.units}, whose ports are {UNIT_PORTS_APART} apart: from "
+                    f"{port} on the last one would be {last}; choose lower ports, or 0 for any "
+                    "free ones"
+                )
         self._check_lease()
         for tenant, weight in self.tenant_weights.items():
             if weight <= 0:

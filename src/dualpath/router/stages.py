@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from dualpath.router.hit_account import HitSource
+from dualpath.router.hit_account import HitPlace
 
 
 class Stage(StrEnum):
@@ -100,7 +100,7 @@ class RequestRecord(Stages):
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
         self.hit_tokens = 0
-        self.hit_sources: Mapping[HitSource, int] = {}
+        self.hit_sources: Mapping[HitPlace, int] = {}
         self.recomputed: dict[str, int] = {}
         self.generated_tokens = 0
         self.failures: list[str] = []

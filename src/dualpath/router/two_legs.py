@@ -74,7 +74,7 @@ from dualpath.core.transfers import (
 from dualpath.engine.settings import EngineSettings
 from dualpath.node.cluster_secret import load_secret
 from dualpath.router.engine_calls import Job, OpenCalls
-from dualpath.router.engines import EngineInfo
+from dualpath.router.engines import EngineInfo, MissingRole
 from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import check_salt
 from dualpath.router.scheduler.remote import (
@@ -312,6 +312,10 @@ class TwoLegs:
             self._link.call_waits,
             lambda: None,
         )
+        self._missing_role = MissingRole(
+            *(self._link.engines, self._link.membership, self._link.wait_for_engines),
+            *(_LIMITS.engine_wait_s, self._link.break_unplaced),
+        )
         self._keys: tuple[StoreNamespace, KeyCache] | None = None
 
     def start(self) -> None:
@@ -321,6 +325,7 @@ class TwoLegs:
     async def stop(self) -> None:
         """Leave the scheduler; idempotent."""
         await self._watch.stop()
+        self._missing_role.stop()
         await self._link.stop()
 
     async def _open_calls(self, engine: EngineInfo) -> OpenCalls | None:

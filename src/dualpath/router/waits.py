@@ -19,7 +19,7 @@ async def run_until_broken(work: Awaitable[T], broken: "asyncio.Future[None]") -
     return task.result()
 
 
-async def run_until_done(work: Awaitable[None], done: "asyncio.Future[None]") -> None:
+async def run_until_done(work: Awaitable[object], done: "asyncio.Future[None]") -> None:
     """Return when ``work`` has ended, raising its exception, or when ``done`` is done.
 
     Then the work is cancelled and has ended; an exception of ``done`` is left to its owner.

@@ -39,6 +39,7 @@ from dualpath.vllm.cache_layers import (
     hooked_layers,
     max_drafted_prompt_tokens,
 )
+from dualpath.vllm.core_requests import answer_for_requests
 from dualpath.vllm.drain_on_sigterm import forward_drain_signal
 from dualpath.vllm.engine_arguments import (
     HASH_ALGORITHM,
@@ -106,6 +107,7 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
             )
             most = max_drafted_prompt_tokens(vllm_config)
             self._scheduler = SchedulerSide(self.settings, geometry, groups, most)
+            answer_for_requests()
             if self.settings.rollouts:
                 watch_trainers(self)
             parallel = vllm_config.parallel_config
@@ -335,18 +337,13 @@ def _model_problems(config: "VllmConfig") -> list[str]:
 
 
 def _rollout_problems(config: "VllmConfig", settings: EngineSettings) -> list[str]:
-    """Describe settings by which weights change unnoticed, or in a group that cannot follow."""
+    """Describe settings by which weights change unnoticed, or cannot change."""
     if not settings.rollouts:
         transfers = config.weight_transfer_config is not None
         return [
             "weight_transfer_config is set: weights would change while KV computed with the former "
             "weights is stored; set rollouts, or leave it out"
         ] * transfers
-    if config.parallel_config.data_parallel_size > 1:
-        return [
-            "rollouts is set in a data-parallel group, whose ranks would have to leave and join "
-            "together; leave it out"
-        ]
     if not envs.VLLM_SERVER_DEV_MODE:
         return [
             "rollouts is set, but vLLM serves its routes for trainers only with "

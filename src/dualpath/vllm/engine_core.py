@@ -42,7 +42,7 @@ from dualpath.core.key_cache import Adapter, KeyCache
 from dualpath.core.kv_hints import kv_request_hints
 from dualpath.core.session_hints import HINT_ARGUMENTS, session_hints
 from dualpath.router.engine_calls import Job, TokenEvent
-from dualpath.router.hit_account import HitSource
+from dualpath.router.hit_account import HitPlace
 from dualpath.router.requests.request import check_salt
 from dualpath.router.served_adapters import ServedAdapters
 
@@ -521,15 +521,15 @@ class RoutedEngineCore:
 
 
 _VLLM_SOURCES = {
-    HitSource.PE_DRAM: CacheHitSource.HOST,
-    HitSource.DE_DRAM: CacheHitSource.HOST,
-    HitSource.PE_STORAGE: CacheHitSource.DISK,
-    HitSource.DE_STORAGE: CacheHitSource.DISK,
+    HitPlace.PE_DRAM: CacheHitSource.HOST,
+    HitPlace.DE_DRAM: CacheHitSource.HOST,
+    HitPlace.PE_STORAGE: CacheHitSource.DISK,
+    HitPlace.DE_STORAGE: CacheHitSource.DISK,
 }
 
 
 def _by_vllm_source(
-    sources: Mapping[HitSource, int], cached_tokens: int
+    sources: Mapping[HitPlace, int], cached_tokens: int
 ) -> dict[CacheHitSource, int]:
     """Return ``cached_tokens`` by vLLM's names of sources, unspecified where none is known."""
     found: dict[CacheHitSource, int] = {}

@@ -46,6 +46,7 @@ from dualpath.router.token_api.open_calls import (
     named_call,
 )
 from dualpath.router.token_api.wire import GENERATE_PATH
+from dualpath.vllm.core_requests import lost_calls
 from dualpath.vllm.drain_on_sigterm import drain_engine_core, drain_on_sigterm
 from dualpath.vllm.engine_arguments import CONNECTOR, engine_settings, engine_values
 from dualpath.vllm.two_leg_server import LEG_PATHS, MISDIRECTED, QUERY_PATH, TwoLegServer
@@ -152,7 +153,8 @@ class EngineGuard:
         if refused is not None:
             await _refuse(scope, send, *refused)
         elif path == OPEN_CALLS_PATH and role is not None:
-            await send_all(send, json_answer(HTTPStatus.OK, self._calls.body()))
+            lost = await self._lost_calls(scope)
+            await send_all(send, json_answer(HTTPStatus.OK, self._calls.body(without=lost)))
         elif path == QUERY_PATH and method == "GET" and self._legs is not None:
             await self._legs.answer_query(send)
         elif may_compute and self._legs is not None and path in LEG_PATHS:
@@ -164,6 +166,10 @@ class EngineGuard:
             await self._names_weights(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    async def _lost_calls(self, scope: Message) -> set[str]:
+        client = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+        return set() if client is None else await lost_calls(client, self._calls.listed())
 
     async def _lifespan(self, scope: Message, receive: Receive, send: Send) -> None:
         """Run vLLM's lifespan, and the link to the scheduler of an engine that takes legs."""

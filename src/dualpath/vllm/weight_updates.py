@@ -13,9 +13,14 @@ whether the router calls it for a trainer:
   methods of their own.
 - *The name* of the new weights comes from the trainer, as vLLM's ``weight_version``
   (``core.weights``).  An engine without it stays outside.  Another name alone counts as a change.
+- *The ranks of a data-parallel group* compute with each other's experts, so that new weights at one
+  rank change the KV of all.  vLLM completes a pause once all ranks are paused, and lets all of them
+  go on at once.  So weights change, and get their name, only while the group is outside the
+  cluster, and it joins when it is resumed: all ranks if all have the same version, else none.
 """
 
 import functools
+import hashlib
 import logging
 import os
 import signal
@@ -66,9 +71,15 @@ class TrainedEngine:
         self._version: WeightsVersion | msgspec.UnsetType | None = msgspec.UNSET
         self._past: deque[WeightsVersion] = deque(maxlen=_VERSIONS_KEPT)
         self._is_member = True
+        #: Depth of nested calls: vLLM's classes call the function of their base.
+        self.resuming = 0
 
     def weights_change(self, call: str) -> None:
-        """Take the engine out of the cluster before a call that may change its weights."""
+        """Take the engine out of the cluster before a call that may change its weights.
+
+        Raises ``BadRequestError`` for a rank of a group that is in the cluster.
+        """
+        self._check_outside(call)
         self._end_requests()
         if isinstance(self._version, str):
             self._past.append(self._version)
@@ -85,26 +96,68 @@ class TrainedEngine:
                 f"weight version {version} is that of earlier weights of this engine, whose KV is "
                 "stored; name these weights otherwise"
             )
+        self._check_outside(f"the name {version}")
         if self._version is not None:
             # They have changed in a way that is no call, such as by memory that a trainer shares.
             self.weights_change("their new name")
         self._version = version
-        self.join_if_ready()
+        if self._group is None:
+            self.join_if_ready()
 
     def paused(self) -> None:
         """Take the engine out of the cluster: it computes no request until it resumes."""
         self._leave("it is paused")
 
+    def resumed(self, *, was_paused: bool) -> None:
+        """The engine computes again; ``was_paused`` is the same at all ranks of a group."""
+        if self._group is None or (was_paused and self._all_ranks_agree()):
+            self.join_if_ready()
+
     def join_if_ready(self) -> None:
         """Join the cluster, unless the engine is paused or asleep or its weights have no name."""
-        core = self._core
-        away = core.is_scheduler_paused() or core.model_executor.is_sleeping
-        if away or self._is_member or self._version is None:
+        version = self._version
+        if self._is_member or not self._is_up() or version is None:
             return
-        self._in_workers(functools.partial(_join, weights=self._version))
+        self._in_workers(functools.partial(_join, weights=version))
         self._is_member = True
         self._connector.scheduler_side.joined()
-        log.info("the engine joins the cluster again with %s", shown_version(self._version))
+        log.info("the engine joins the cluster again with %s", shown_version(version))
+
+    @property
+    def _group(self) -> Any:  # noqa: ANN401 - of torch
+        """The ranks of the engine's data-parallel group, None without one."""
+        return getattr(self._core, "dp_group", None)
+
+    def _is_up(self) -> bool:
+        return not (self._core.is_scheduler_paused() or self._core.model_executor.is_sleeping)
+
+    def _check_outside(self, what: str) -> None:
+        if self._group is not None and self._is_member:
+            raise BadRequestError(
+                f"{what} would change the weights of one rank of a data-parallel group that serves;"
+                " call /pause at all of its ranks at once, then this, then /resume"
+            )
+
+    def _all_ranks_agree(self) -> bool:
+        """Return whether all ranks may join with this version; each rank calls it at once."""
+        import torch
+
+        shown = shown_version(self._version) if self._version is not None else "no name"
+        digest = hashlib.sha256(shown.encode()).digest()[:7]
+        ready = self._is_up() and self._version is not None
+        code = 1 + int.from_bytes(digest, "big") if ready else 0
+        both = torch.tensor([code, -code], dtype=torch.int64, device="cpu")
+        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=self._group)
+        largest, smallest = int(both[0]), -int(both[1])
+        if largest == smallest != 0:
+            return True
+        log.error(
+            "the data-parallel group does not join the cluster: its ranks have different weights, "
+            "or some have no name (this rank's: %s); pause all ranks, update those that differ, "
+            "and resume all",
+            shown,
+        )
+        return False
 
     def _leave(self, reason: str) -> None:
         if not self._is_member:
@@ -234,8 +287,15 @@ def _pause_scheduler(
 
 
 def _resume_scheduler(core: "EngineCore", original: Callable[..., None], engine: _EngineOf) -> None:
-    original(core)
-    engine(core).join_if_ready()
+    trained, was_paused = engine(core), core.is_scheduler_paused()
+    trained.resuming += 1
+    try:
+        original(core)
+    finally:
+        trained.resuming -= 1
+    if not trained.resuming:
+        # All ranks of a group have been resumed.
+        trained.resumed(was_paused=was_paused)
 
 
 def _sleep(

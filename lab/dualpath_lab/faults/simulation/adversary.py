@@ -96,6 +96,8 @@ class Adversary:
         self.clients = clients
         #: Whether a transfer lasts longer than all time-outs: requests fail without other engines.
         self.transfer_hangs = False
+        #: Whether a role has no engine for longer than all time-outs: requests fail then.
+        self.role_lost = False
         kinds = self._focused(kinds, faults)
         self._waiting = [world.chance.choice(kinds) for _ in range(faults)] if kinds else []
         self._unfinished = len(self._waiting)
@@ -151,6 +153,23 @@ class Adversary:
     def lose_engine(self) -> None:
         """SIGKILL without a restart."""
         self.cluster.lose_engine(self._some_engine())
+
+    def lose_role(self) -> None:
+        """SIGKILL of all engines of a role; the supervisor restarts them after all deadlines."""
+        if self.role_lost or self.cluster.settings.role_switches:
+            return
+        self.role_lost = True
+        self._unfinished += 1
+        role = self.world.chance.choice(tuple(Role))
+        for engine_id, engine in sorted(self.cluster.engines.items()):
+            if engine.settings.engine.role is role:
+                self.cluster.restart_engine(engine_id, _OUTLASTS_S)
+
+        def over() -> None:
+            self.world.note("adversary", f"{role.value} engines are back")
+            self._unfinished -= 1
+
+        self.world.after(_OUTLASTS_S, over)
 
     def terminate_engine(self) -> None:
         """SIGTERM; the supervisor restarts it once it has ended."""
@@ -504,6 +523,9 @@ FAULT_KINDS = (
     FaultKind("failing transfers", Component.TRANSFERS, Adversary.failing_transfers),
 )
 
+
+#: Requests fail, so campaigns do not draw it.
+LOSE_ROLE = FaultKind("lose a role", Component.ENGINES, Adversary.lose_role)
 
 # ------------------------------------------------------------------------------------- lease kinds
 # Faults of schedulers that are elected by a lease, and of the store of leases.

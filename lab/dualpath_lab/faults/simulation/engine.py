@@ -31,7 +31,7 @@ from dualpath.transport.contract import Transport
 from dualpath.transport.memory import address_of
 from dualpath_lab.emulated.data_plane import DataPlane
 from dualpath_lab.emulated.decode import DecodeEngine
-from dualpath_lab.emulated.engine_server import Admission
+from dualpath_lab.emulated.engine_server import RequestSubmitter
 from dualpath_lab.emulated.prefill import PrefillEngine
 from dualpath_lab.emulated.rank_processes import ConnectedLeader
 from dualpath_lab.emulated.requests import Answer, Sampling
@@ -328,7 +328,7 @@ class SimEngine:
         self.plane: DataPlane | None = None
         self._engine: PrefillEngine | DecodeEngine | None = None
         #: Takes requests; None before the engine has started.
-        self.admission: Admission | None = None
+        self.admission: RequestSubmitter | None = None
         self._ending = False
         self._leaving = False
         #: Data planes of this process so far, each with other weights.
@@ -384,7 +384,7 @@ class SimEngine:
         prefills = self.settings.engine.role is Role.PREFILL
         self._engine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
         self._engine.start()
-        self.admission = Admission(plane, self._engine)
+        self.admission = RequestSubmitter(plane, self._engine)
         if self.legs is not None:
             self.legs.start()
         plane.membership.join(self.settings.engine.api_url, dp=self._dp)

@@ -65,7 +65,7 @@ from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import NamespaceDirectory, PosixStorage, refused
 from dualpath.storage.quotas import StorageLimits, StoredBytes
-from dualpath_lab.emulated.engine_server import Admission
+from dualpath_lab.emulated.engine_server import RequestSubmitter
 from dualpath_lab.faults.simulation.cluster_resources import ProcView, SimProcessTable
 from dualpath_lab.faults.simulation.settings import BLOCK_TOKENS
 
@@ -320,7 +320,7 @@ LEG_BUGS: dict[str, PlantedBug] = {
     ),
     "leg-of-another": PlantedBug(
         "a decode engine uses the KV of another prompt if a second leg names it",
-        replaced(Admission, "check_prompt", lambda self, request, transfer, prefix: None),
+        replaced(RequestSubmitter, "check_prompt", lambda self, request, transfer, prefix: None),
     ),
     "offer-unending": PlantedBug(
         "the slots of a request whose second leg does not come are never freed",

@@ -607,9 +607,8 @@ class _Run:
         took_s = (request.ended_s or self.world.now_s) - request.sent_s
         if took_s > _REQUEST_DEADLINE_S + 1.0 and self.faults == 0:
             self.world.problem(f"{request.name} took {took_s:.1f} s")
-        explained = request.must_retry or (
-            self.adversary.transfer_hangs and isinstance(request.error, EngineLostError)
-        )
+        fails = self.adversary.transfer_hangs or self.adversary.role_lost
+        explained = request.must_retry or (fails and isinstance(request.error, EngineLostError))
         if request.outcome not in ("answered", "left", "reset", None) and not explained:
             self.world.problem(f"{request.name} failed: {request.outcome}")
 

@@ -21,7 +21,7 @@ from dualpath.core.kv_hints import FETCH, HintStatus
 from dualpath.policy.events import Assignment
 from dualpath.policy.session_warmth import REASONS
 from dualpath.policy.units import UNIT_REASONS, UnitChoice
-from dualpath.router.hit_account import LOOKUP_FAILURES, HitAccount, HitSource
+from dualpath.router.hit_account import LOOKUP_FAILURES, HitAccount, HitPlace
 from dualpath.router.observe.engine_metrics import EngineCollector, text_format
 from dualpath.router.refusals import ControlRefusal, HttpRefusal, QueueRefusal, http_refusal
 from dualpath.router.scheduler.registry import Registry
@@ -201,7 +201,7 @@ class RouterMetrics:
             "or DE, or storage that this engine read.",
             "source",
         )
-        for source in HitSource:
+        for source in HitPlace:
             self._hit_by_source.labels(source)
         self._ideal_hit = self._counter(
             "ideal_hit_tokens",

@@ -28,12 +28,15 @@ _NAMED_TENANTS = 16
 
 
 class Ticket:
-    """One request's place; ``Admission.enter`` returns it, ``Admission.leave`` ends it."""
+    """One request's place, from ``AdmissionQueue.enter`` to ``AdmissionQueue.leave``."""
 
     def __init__(self, request_id: str, tenant: str, arrived_s: float) -> None:
         self.request_id, self.tenant, self.arrived_s = request_id, tenant, arrived_s
-        #: Done when the request is admitted, or with the error for which it is refused after all.
-        self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        #: Done when the request is admitted or refused after all.
+        self.decided: asyncio.Future[None] = loop.create_future()
+        #: Ends in the error for which it is refused.
+        self.refused: asyncio.Future[None] = loop.create_future()
         #: Its place in the queue, None once it has left it.
         self.place: Place[Ticket] | None = None
         self.admitted = False
@@ -44,20 +47,17 @@ class Ticket:
         #: The round of the window in which it was admitted, -1 once its wait has been counted.
         self.round = -1
 
-    async def wait(self, limit_s: float) -> bool:
-        """Wait to be admitted; False if ``limit_s`` have passed before.
+    def may_begin(self) -> bool:
+        """Return whether the request is admitted.
 
-        Raises ``OverloadedError`` if the request has to give way to one of another tenant.
+        Raises ``OverloadedError`` if it had to give way to one of another tenant.
         """
-        if not self.decided.done() and limit_s > 0:
-            await asyncio.wait({self.decided}, timeout=limit_s)
-        if not self.decided.done():
-            return False
-        self.decided.result()
-        return True
+        if self.refused.done():
+            self.refused.result()
+        return self.decided.done()
 
 
-class Admission:
+class AdmissionQueue:
     """Owns the queue of a front end, in its event loop.  ``clock`` gives monotonic seconds."""
 
     def __init__(
@@ -205,8 +205,9 @@ class Admission:
         ticket = last.item
         error = self._refusal(QueueRefusal.DISPLACED)
         self.leave(ticket)
-        ticket.decided.set_exception(error)
-        ticket.decided.exception()  # Marks it as seen: its client may have left already.
+        ticket.refused.set_exception(error)
+        ticket.refused.exception()  # Marks it as seen: its client may have left already.
+        ticket.decided.set_result(None)
 
     def _refusal(self, reason: QueueRefusal) -> OverloadedError:
         self._refused[reason] += 1

@@ -7,7 +7,8 @@ the calls that it serves.  One inquiry of an engine covers all of its silent cal
 * No answer: the server is silent, and its silent calls are broken off.  A call that has received
   something meanwhile proves that the server is alive.
 * An answer without the call, or one that has sent more of it than arrived here: the request or the
-  response is lost, and the call is broken off once the next inquiry finds the same.
+  response is lost, and the call is broken off once the next inquiry finds the same.  vLLM's servers
+  leave out calls whose request their core has lost (``vllm.core_requests``).
 * An answer with the call: it goes on.  The scheduler is notified, which judges by the engine's
   reports whether the engine's core still makes steps (``scheduler.pauses``).
 
@@ -154,7 +155,7 @@ class CallWatch:
             call.missing += 1
             if call.missing >= _MISSING:
                 how = (
-                    "does not have it any more or never got it"
+                    "or its core does not have it any more or never got it"
                     if call.call_id not in served
                     else "has sent more of its answer than arrived"
                 )

@@ -17,10 +17,10 @@ from dualpath.core.modes import Mode
 from dualpath.core.names import name_problem
 from dualpath.core.session_hints import SessionHints
 from dualpath.router.engine_calls import EngineCalls, Job, TokenEvent
-from dualpath.router.engines import geometry, missing_engines
+from dualpath.router.engines import MissingRole, geometry, missing_engines
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.tracing import Tracing, open_tracing
-from dualpath.router.requests.admission import Admission
+from dualpath.router.requests.admission import AdmissionQueue
 from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import RequestLife
 from dualpath.router.scheduling import Answered, RequestOrder, ScheduledRequest, Scheduling
@@ -55,7 +55,11 @@ class FrontEnd:
             *(engine_calls.open_calls, settings.call_silence_s, settings.inquiry_timeout_s),
             *(scheduling.call_waits, metrics.silent_call),
         )
-        self.admission = Admission(settings, lambda: scheduling.engines, metrics, clock)
+        self.admission = AdmissionQueue(settings, lambda: scheduling.engines, metrics, clock)
+        self._missing_role = MissingRole(
+            *(scheduling.engines, scheduling.membership, scheduling.wait_for_engines),
+            *(settings.engine_wait_s, self._end_unplaced),
+        )
         self.tracing: Tracing | None = None
         self._ended = ended
         self._lives: dict[str, RequestLife] = {}
@@ -72,6 +76,7 @@ class FrontEnd:
     async def end_requests(self) -> None:
         """End all requests: their streams raise ``EngineLostError``; idempotent."""
         self._stopping = True
+        self._missing_role.stop()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -249,6 +254,11 @@ class FrontEnd:
         self._ended(life.record)
         scheduled.end(self._answered(life))
         life.events.put_nowait(None)
+
+    def _end_unplaced(self, why: str) -> None:
+        """End the requests that wait for their engines: a role has had none for too long."""
+        for life in list(self._lives.values()):
+            life.end_unplaced(why)
 
     def _answered(self, life: RequestLife) -> Answered | None:
         if life.record.outcome != "finished" or not self.scheduling.caches_answers:

@@ -138,6 +138,7 @@ class Attempt:
         self._trace = trace
         self._use_cached = use_cached
         self._asked_s = front_end.clock()
+        self._broken: asyncio.Future[None] | None = None
         self._decode_start_s: float | None = None
         self._decoding_s: float | None = None
 
@@ -161,6 +162,7 @@ class Attempt:
         )
         self._asked_s = self._front_end.clock()
         scheduled = self._scheduled.attempt(order, self)
+        self._broken = scheduled.broken
         reason = "cancelled"
         try:
             await run_until_broken(self._life(scheduled), scheduled.broken)
@@ -170,6 +172,12 @@ class Attempt:
             raise
         finally:
             self._release(scheduled, reason)
+
+    def break_off(self, error: EngineLostError) -> None:
+        """End the attempt with an error, unless it is broken already."""
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_exception(error)
+            self._broken.exception()  # Marks it as seen: the attempt may have ended already.
 
     async def _life(self, scheduled: ScheduledAttempt) -> None:
         prepared = await scheduled.prepare()  # 2 to 4: look-up, PE, DE and read side, slots, reads
@@ -362,6 +370,8 @@ class RequestLife:
         #: Engines of each failed attempt, and the number of attempts lost with a scheduler.
         self._failed_on: list[tuple[EngineInfo, ...]] = []
         self._schedulers_lost = 0
+        #: A role has had no engine for ``engine_wait_s`` while an attempt waited for its engines.
+        self._no_engines: EngineLostError | None = None
         self._finished = False
         self._trace: RequestTrace | None = None
 
@@ -369,6 +379,12 @@ class RequestLife:
     def generated(self) -> tuple[int, ...]:
         """The tokens that were streamed."""
         return tuple(self._generated)
+
+    def end_unplaced(self, why: str) -> None:
+        """End the request if its attempt waits for engines, with the error of one without any."""
+        if self._attempt is not None and not self._attempt.placed:
+            self._no_engines = EngineLostError(f"request {self.job.request_id}: {why}")
+            self._attempt.break_off(self._no_engines)
 
     async def run(self) -> None:
         """Run all attempts within the deadline; raises the client's error."""
@@ -416,11 +432,14 @@ class RequestLife:
             ) from error
 
     async def _admitted(self) -> None:
-        """Wait in the queue, but for longer than ``engine_wait_s`` only if there are engines."""
-        while not await self.ticket.wait(0.0):
-            if missing_engines(self._scheduling.engines) is not None:
-                await run_until_done(self._some_engines(), self.ticket.decided)
-            await self.ticket.wait(self._front_end.settings.engine_wait_s)
+        """Wait in the queue; raises ``EngineLostError`` if a role is missing for too long."""
+        while not self.ticket.may_begin():
+            if missing_engines(self._scheduling.engines) is None:
+                change = self._scheduling.membership.next_change()
+                await run_until_done(change, self.ticket.decided)
+            else:
+                # Being admitted meanwhile does not begin this wait again.
+                await run_until_broken(self._some_engines(), self.ticket.refused)
 
     async def _all_attempts(self) -> None:
         settings = self._front_end.settings
@@ -442,6 +461,8 @@ class RequestLife:
                 if self._finished:
                     # The client has its last token; only the cleanup failed.
                     return
+                if error is self._no_engines:
+                    raise
                 self.record.failures.append(str(error))
                 if await self._scheduled.ends_aborted():
                     self._emit(TokenEvent(token_ids=(), finish_reason="abort"))

@@ -156,7 +156,7 @@ class Units:
         self.policy = policy
         self.engines = UnitsView(self.units)
         self._by_name = {unit.name: unit for unit in self.units}
-        self._membership = Membership(self.engines)
+        self.membership = Membership(self.engines)
         self._chosen, self._serves = chosen, serves
         for unit in self.units:
             unit.link.membership.listeners.append(lambda joined, lost: self._changed())
@@ -170,7 +170,7 @@ class Units:
     async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for live engines of units that serve; raises ``DeadlineError``."""
         names = ", ".join(self._by_name)
-        await self._membership.wait(prefill, decode, timeout_s, f"of one of the units {names}")
+        await self.membership.wait(prefill, decode, timeout_s, f"of one of the units {names}")
 
     def begin(self, order: RequestOrder) -> "UnitRequest":
         """Register a request that has arrived."""
@@ -264,7 +264,7 @@ class Units:
             for unit in self.units:
                 if (why := unit.missing()) is not None:
                     unit.link.break_unplaced(f"unit {unit.name} does not serve: {why}")
-        self._membership.changed()
+        self.membership.changed()
         for unit, does in zip(self.units, serve, strict=True):
             self._serves(unit.name, serves=does)
 

@@ -476,16 +476,22 @@ class WeightUpdates:
     async def _each(
         self, names: Iterable[str], work: Callable[[str, str], Awaitable[T]]
     ) -> dict[str, T]:
-        """Return what ``work`` returns for each engine; raise the first error after all ended."""
-        chosen = list(names)
+        """Return what ``work`` returns for each engine; raise the first error after all ended.
+
+        A server passes each call on to all ranks of a data-parallel group that it serves, so that
+        it is called once for them.
+        """
+        by_url: dict[str, list[str]] = {}
+        for name in names:
+            by_url.setdefault(self._engines[name], []).append(name)
         answers = await asyncio.gather(
-            *(work(name, self._engines[name]) for name in chosen), return_exceptions=True
+            *(work(served[0], url) for url, served in by_url.items()), return_exceptions=True
         )
         found: dict[str, T] = {}
-        for name, answer in zip(chosen, answers, strict=True):
+        for served, answer in zip(by_url.values(), answers, strict=True):
             if isinstance(answer, BaseException):
                 raise answer
-            found[name] = answer
+            found |= dict.fromkeys(served, answer)
         return found
 
     def _left_s(self) -> float:

@@ -5,7 +5,7 @@ way, in either direction, while the server lives.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from urllib.parse import quote, unquote
 
@@ -54,9 +54,10 @@ class OpenCallList:
             for call_id, sent_s in self._sent_s.items()
         }
 
-    def body(self) -> bytes:
-        """Return the JSON body of an answer."""
-        return msgspec.json.encode({"calls": self.listed()})
+    def body(self, without: Collection[str] = ()) -> bytes:
+        """Return the JSON body of an answer, ``without`` calls that the engine has lost."""
+        listed = self.listed()
+        return msgspec.json.encode({"calls": {c: listed[c] for c in listed if c not in without}})
 
 
 def call_header(call_id: str) -> dict[str, str]:
