@@ -46,17 +46,22 @@ from dualpath.vllm.kernel_patches import enable_amx_tiles, patch_cpu_lora_kernel
 from dualpath.vllm.kv_events import ConnectorEvents, connector_events
 from dualpath.vllm.metadata import DecodeWork, HeldBlocks, HeldBlocksMetadata, StepMetadata
 from dualpath.vllm.model_identity import adapters_of, kv_layout, model_fingerprint
-from dualpath.vllm.parallel_ranks import agree_on_group, with_load_exchange, with_own_nic
+from dualpath.vllm.parallel_ranks import (
+    agree_on_group,
+    lock_step_of,
+    with_load_exchange,
+    with_own_nic,
+)
 from dualpath.vllm.pass_costs import PassCosts, TimedPass
 from dualpath.vllm.profiling import (
     NO_MORE_PASSES,
     AttentionStopwatch,
     PassLimits,
     PassRunner,
+    PassTimer,
     find_costs,
     needs_costs,
     repeat_passes,
-    time_passes,
 )
 
 if TYPE_CHECKING:
@@ -231,18 +236,17 @@ class WorkerSide:
             return
         group = self._place.group
         if group.rank:
-            repeat_passes(runner, self._pass_limits(), group)
+            if (blocks := group.broadcast(NO_MORE_PASSES)) != NO_MORE_PASSES:
+                repeat_passes(runner, self._pass_limits(blocks), group)
             return
         self._stopwatch = AttentionStopwatch(self._synchronize)
-        time_them = functools.partial(
-            time_passes, runner, self._stopwatch, self._pass_limits(), group
-        )
-        if self._config.parallel_config.data_parallel_size > 1:
-            # The number of passes depends on their time, so ranks in lock step would hang.
-            time_them = functools.partial(_no_passes, self._settings.engine_id)
         try:
             found = find_costs(
-                self._settings, self._config, self._namespace(), time_them, time.time()
+                self._settings,
+                self._config,
+                self._namespace(),
+                functools.partial(self._time_passes, runner, self._stopwatch),
+                time.time(),
             )
         finally:
             self._stopwatch = None
@@ -251,10 +255,26 @@ class WorkerSide:
             self.costs = found.costs
             self._joined().set_compute_rate(found.rate, found.costs.computed_weight)
 
-    def _pass_limits(self) -> PassLimits:
+    def _time_passes(
+        self, runner: PassRunner, stopwatch: AttentionStopwatch, wanted: bool
+    ) -> list[TimedPass] | None:
+        """Time passes if this engine, or a rank of its data-parallel group, ``wanted`` it."""
+        group, blocks = self._place.group, self._num_blocks - 1
+        lock_step = lock_step_of(self._config.parallel_config)
+        if lock_step is not None:
+            agreed = lock_step.begin(wanted, blocks)
+            if agreed is None:
+                return None
+            blocks = agreed
+        elif not wanted:
+            return None
+        limits = self._pass_limits(group.broadcast(blocks))
+        return PassTimer(runner, stopwatch, limits, group, lock_step).run()
+
+    def _pass_limits(self, blocks: int) -> PassLimits:
         return PassLimits(
             self.geometry.block_tokens,
-            self._num_blocks - 1,
+            blocks,
             self._config.scheduler_config.max_num_batched_tokens,
             self._config.model_config.max_model_len,
         )
@@ -427,12 +447,3 @@ def _nothing_queued() -> None:
 
 def _first(names: str | list[str] | None) -> str | None:
     return names[0] if isinstance(names, list) else names
-
-
-def _no_passes(engine_id: str) -> list[TimedPass]:
-    log.warning(
-        "engine %s is a rank of a data-parallel group, so its passes are not timed; set profile "
-        "to a file of `dualpath profile`",
-        engine_id,
-    )
-    return []
