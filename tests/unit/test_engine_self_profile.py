@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from tests.guard import GUARD_S
 from torch.distributed import HashStore
+from vllm.v1.core.sched.output import CachedRequestData
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
@@ -152,6 +153,16 @@ def test_the_quota_is_set_or_else_measured(set_flops, costs, flops_per_s, monkey
     assert quota.admit(0, BLOCK_TOKENS) == BLOCK_TOKENS
     overhead_s = 0.1 if flops_per_s == 7.0 else 0.0
     assert quota.predicted_s == pytest.approx(overhead_s + 136 / flops_per_s)
+
+
+def test_the_quota_predicts_what_the_step_computes():
+    limits = self_profile.PassLimits(BLOCK_TOKENS, 100, 60, 10_000)
+    step = self_profile.step_of(limits, 96)
+    running = CachedRequestData.make_empty()
+    running.req_ids, running.num_computed_tokens = ["r", "s"], [512, 16]
+    step.scheduled_cached_reqs = running
+    step.num_scheduled_tokens |= {"s": 16, "r": 64}
+    assert quota_scheduler.chunks_of(step) == [(96, 48), (16, 16), (512, 64)]
 
 
 # ------------------------------------------------------------------ ranks of a data-parallel group

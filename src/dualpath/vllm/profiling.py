@@ -5,10 +5,11 @@ import hashlib
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -161,6 +162,63 @@ class AttentionStopwatch:
         """Stop timing; called when a layer's attention has been queued."""
         self.synchronize()
         self.seconds += time.perf_counter() - self._began_s
+
+
+class MeasuredPass(NamedTuple):
+    """A pass of a serving engine; the times of begin and end are on the trace's clock."""
+
+    predicted_s: float
+    measured_s: float
+    start_ns: int
+    end_ns: int
+
+
+class AttentionClock:
+    """Measures the attention of a serving engine's passes without waiting for its device.
+
+    ``on_gpu``: a GPU times events in its stream; a pass is known once the last of them has passed.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._began: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+        #: Passes whose events may not have passed; the oldest are dropped if a GPU falls behind.
+        self._passes: deque[tuple[list[tuple[Any, Any]], float, int, int]] = deque(maxlen=16)
+
+    def begin(self) -> None:
+        """A layer's attention begins."""
+        self._began = self._mark()
+
+    def end(self) -> None:
+        """A layer's attention has been computed, or queued on a GPU."""
+        self._spans.append((self._began, self._mark()))
+
+    def pass_over(self, predicted_s: float, start_ns: int, end_ns: int) -> None:
+        """All layers of a pass have been computed, or queued on a GPU."""
+        if self._spans:
+            self._passes.append((self._spans, predicted_s, start_ns, end_ns))
+        self._spans = []
+
+    def take(self) -> Iterator[MeasuredPass]:
+        """Yield the passes that have been measured since the last call."""
+        while self._passes and self._has_passed(self._passes[0][0][-1][1]):
+            spans, *times = self._passes.popleft()
+            yield MeasuredPass(times[0], sum(map(self._seconds, spans)), *times[1:])
+
+    def _mark(self) -> Any:  # noqa: ANN401 - seconds, or an event of torch
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _has_passed(self, mark: Any) -> bool:  # noqa: ANN401
+        return not self._on_gpu or bool(mark.query())
+
+    def _seconds(self, span: tuple[Any, Any]) -> float:
+        begin, end = span
+        return float(begin.elapsed_time(end)) / 1e3 if self._on_gpu else end - begin
 
 
 class PassLimits:

@@ -55,6 +55,7 @@ from dualpath.vllm.parallel_ranks import (
 from dualpath.vllm.pass_costs import PassCosts, TimedPass
 from dualpath.vllm.profiling import (
     NO_MORE_PASSES,
+    AttentionClock,
     AttentionStopwatch,
     PassLimits,
     PassRunner,
@@ -117,6 +118,9 @@ class WorkerSide:
         #: Costs of forward passes, None until they are measured.
         self.costs: PassCosts | None = None
         self._stopwatch: AttentionStopwatch | None = None
+        #: Measures the attention of passes of which the quota has predicted it.
+        self._clock: AttentionClock | None = None
+        self._predicted_s, self._began_ns = 0.0, 0
         self._pass: ForwardPass | FollowedPass | None = None
         self._generated: list[GeneratedBlock] = []
         self._held = HeldBlocks()
@@ -176,6 +180,9 @@ class WorkerSide:
         here = layers[0][0].device
         enable_amx_tiles(here)
         device = open_device(here, self._settings.device_copies)
+        predicts = self._prefills and self._settings.mode.compute_quota
+        measures = predicts and self._place.group.rank == 0
+        self._clock = AttentionClock(on_gpu=here.type == "cuda") if measures else None
         self._synchronize = torch.cuda.synchronize if layers[0][0].is_cuda else _nothing_queued
         if self._settings.share_loads and self._prefills:
             self._place = with_load_exchange(self._place, get_tp_group(), layers, self._num_blocks)
@@ -343,6 +350,8 @@ class WorkerSide:
         if self._membership is not None:
             self._tell_router(self._membership, step)
         if step.prefills:
+            self._predicted_s = step.predicted_attention_s
+            self._began_ns = time.monotonic_ns()
             self._pass = self._begin_pass(step.prefills)
             self._wait_for_early_read(0)
         for work in step.decodes:
@@ -384,6 +393,8 @@ class WorkerSide:
         """Block until a layer's stored KV is in HBM."""
         if self._pass is not None:
             self._pass.wait_loaded(self._layers[layer_name])
+            if self._clock is not None:
+                self._clock.begin()
         if self._stopwatch is not None:
             self._stopwatch.begin()
 
@@ -392,6 +403,8 @@ class WorkerSide:
         if self._stopwatch is not None:
             self._stopwatch.end()
         if self._pass is not None:
+            if self._clock is not None:
+                self._clock.end()
             self._pass.computed(self._layers[layer_name])
             self._wait_for_early_read(self._layers[layer_name] + 1)
 
@@ -406,6 +419,7 @@ class WorkerSide:
     def end_step(self) -> None:
         """Finish this step's transfers; called after the forward pass."""
         if self._pass is not None:
+            self._measure_attention()
             self._pass.finish({})
             self._pass = None
         if self._generated and (self._membership is not None or self._follower is not None):
@@ -414,6 +428,15 @@ class WorkerSide:
         if self._membership is not None:
             self._membership.manager.made_step()
             self._membership.changed()
+
+    def _measure_attention(self) -> None:
+        """Count the passes of which the attention is measured by now."""
+        if self._clock is None or self._membership is None:
+            return
+        now_ns = self._membership.manager.trace.now_ns()
+        self._clock.pass_over(self._predicted_s, self._began_ns, now_ns)
+        for one in self._clock.take():
+            self._membership.manager.attention.passed(*one)
 
     def take_copied(self) -> tuple[set[str], set[str]]:
         """Return the requests copied since the last call, and the requests that failed."""
