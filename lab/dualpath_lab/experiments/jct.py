@@ -453,7 +453,8 @@ def setting_lines(settings: JctSettings, suffix: str = "") -> tuple[str, ...]:
         )
     if nodes.dp > 1:
         engines += (
-            f" The {nodes.dp} engines of a node, a data-parallel group, share the node's links."
+            f" The {nodes.dp} engines of a node, a data-parallel group, share the node's links"
+            f"{' and compute prefill passes in lock step' if nodes.dp_lock_step else ''}."
         )
     if nodes.recompute_limit_s:
         limit_s = nodes.recompute_limit_s

@@ -159,6 +159,9 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
             le=8,
         ),
     ] = 1
+    dp_lock_step: Annotated[
+        bool, Setting("prefill engines of a group compute their passes in lock step")
+    ] = False
     speedup: Speedup = 50.0
     buffer_bytes: BufferBytes = 768 << 20
     dram_bytes: DramBytes = 0
