@@ -44,6 +44,9 @@ def test_the_error_is_the_mean_and_a_percentile_over_passes() -> None:
     assert numbers["error_mean"] == pytest.approx(0.104)
     assert numbers["error_p95"] == pytest.approx(0.1)
     assert numbers["predicted_share"] == pytest.approx((99 * 1.1 + 0.5) / 100)
+    # The machine was twice as fast when passes were timed: the form of the prediction is right.
+    faster = error_numbers([traced(0.0, 1.0, 0.5), traced(0.0, 3.0, 1.5)])
+    assert (faster["error_mean"], faster["form_mean"]) == (0.5, 0.0)
 
 
 def test_passes_of_ranks_that_end_together_are_one_pass_of_the_group() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.dashboard_cluster import ReportedCluster
@@ -67,7 +68,7 @@ def test_the_router_shows_the_errors_of_engines_that_have_measured_passes() -> N
     cluster = ReportedCluster()
     cluster.join("pe-0", Role.PREFILL)
     cluster.join("de-0", Role.DECODE)
-    totals = counted((1.04, 1.0), (0.6, 1.0), (9.0, 1.0)).totals()
+    totals: dict[str, Any] = {**counted((1.04, 1.0), (0.6, 1.0), (9.0, 1.0)).totals()}
     cluster.report("pe-0", **totals)
     cluster.report("de-0")
     families = EngineCollector(cluster.registry, lambda: cluster.now_s).collect()

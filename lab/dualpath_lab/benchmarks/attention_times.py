@@ -186,15 +186,23 @@ def _emulated(ranks: int) -> Commands:
 
 
 def error_numbers(passes: Sequence[TracedPass]) -> Numbers:
-    """Return the error over passes, in shares, and the attention times in seconds."""
-    errors = [one.error for one in passes]
+    """Return the error over passes, in shares, and the attention times in seconds.
+
+    The error of the form is that of predictions that are right in sum: what is left if the machine
+    was as busy at start, when passes were timed, as later.
+    """
     measured_s = sum(one.measured_s for one in passes)
+    share = sum(one.predicted_s for one in passes) / measured_s
+    errors = [one.error for one in passes]
+    form = [one._replace(predicted_s=one.predicted_s / share).error for one in passes]
     return {
         "passes": len(passes),
         "error_mean": statistics.fmean(errors),
         "error_p95": float(np.percentile(errors, 95)),
+        "form_mean": statistics.fmean(form),
+        "form_p95": float(np.percentile(form, 95)),
         "measured_s": measured_s,
-        "predicted_share": sum(one.predicted_s for one in passes) / measured_s,
+        "predicted_share": share,
     }
 
 
@@ -237,6 +245,8 @@ _ERRORS = (
     Column("error, mean", "error_mean", "{:.1%}"),
     Column("p95", "error_p95", "{:.1%}"),
     Column("predicted / measured, in sum", "predicted_share", "{:.2f}"),
+    Column("error if right in sum, mean", "form_mean", "{:.1%}"),
+    Column("p95", "form_p95", "{:.1%}"),
     Column("attention, s", "measured_s", "{:.2f}"),
 )
 

@@ -203,8 +203,9 @@ class AttentionClock:
     def take(self) -> Iterator[MeasuredPass]:
         """Yield the passes that have been measured since the last call."""
         while self._passes and self._has_passed(self._passes[0][0][-1][1]):
-            spans, *times = self._passes.popleft()
-            yield MeasuredPass(times[0], sum(map(self._seconds, spans)), *times[1:])
+            spans, predicted_s, start_ns, end_ns = self._passes.popleft()
+            measured_s = sum(map(self._seconds, spans))
+            yield MeasuredPass(predicted_s, measured_s, start_ns, end_ns)
 
     def _mark(self) -> Any:  # noqa: ANN401 - seconds, or an event of torch
         if not self._on_gpu:
