@@ -66,6 +66,8 @@ LABELS = {
     "jct-balanced": "24 agents",
     "jct-balanced-48-agents": "48 agents",
     "jct-balanced-longer-passes": "24 agents, longer passes",
+    "attention-balance": "emulated, 4 ranks",
+    "attention-balance-vllm": "vLLM on CPUs, 2 ranks",
     "dram-pauses": "half of the working set",
     "dram-pauses-all": "twice the working set",
     "chaos-run": "all components, up to 5 faults at once",

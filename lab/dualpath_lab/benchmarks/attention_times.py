@@ -242,11 +242,11 @@ def modelled_sparse(model: str = "ds-v3.2", gpu: str = "hopper") -> list[TracedP
 
 _ERRORS = (
     Column("passes", "passes", "{:.0f}"),
-    Column("error, mean", "error_mean", "{:.1%}"),
-    Column("p95", "error_p95", "{:.1%}"),
+    Column("error, mean", "error_mean", "{:.1%}", tolerance=0.5),
+    Column("error, p95", "error_p95", "{:.1%}"),
     Column("predicted / measured, in sum", "predicted_share", "{:.2f}"),
     Column("error if right in sum, mean", "form_mean", "{:.1%}"),
-    Column("p95", "form_p95", "{:.1%}"),
+    Column("error if right in sum, p95", "form_p95", "{:.1%}"),
     Column("attention, s", "measured_s", "{:.2f}"),
 )
 
@@ -338,8 +338,8 @@ def balance_numbers(ranks: Sequence[Sequence[TracedPass]]) -> Numbers:
 _BALANCE = (
     Column("passes of the group", "steps", "{:.0f}"),
     Column("no rank idle", "full_steps", "{:.0f}"),
-    Column("max/avg, mean", "ratio_mean", "{:.2f}"),
-    Column("p95", "ratio_p95", "{:.2f}"),
+    Column("max/avg, mean", "ratio_mean", "{:.2f}", tolerance=0.1, any_machine=True),
+    Column("max/avg, p95", "ratio_p95", "{:.2f}"),
 )
 #: vLLM's CPU build needs this patch for groups whose ranks share experts.
 _PATCH = "tests.e2e.cpu_experts.MendedCpuExperts"
