@@ -79,6 +79,7 @@ def chunks_of(scheduled: "SchedulerOutput") -> list[Chunk]:
     return [
         (computed[request_id], tokens)
         for request_id, tokens in scheduled.num_scheduled_tokens.items()
+        if request_id in computed
     ]
 
 
