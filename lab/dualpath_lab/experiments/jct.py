@@ -438,8 +438,13 @@ def agents_of(settings: JctSettings, lab: LabSettings) -> WindowSettings:
     return msgspec.structs.replace(settings.windows, agents=agents, seed=settings.seed)
 
 
-def setting_lines(settings: JctSettings, suffix: str = "") -> tuple[str, ...]:
-    """Describe engines, agents and repetitions; ``suffix`` is appended to the last line."""
+def setting_lines(
+    settings: JctSettings, suffix: str = "", *, arriving: bool = False
+) -> tuple[str, ...]:
+    """Describe engines, agents and repetitions; ``suffix`` is appended to the last line.
+
+    ``arriving``: the number of agents follows from a rate.
+    """
     nodes, chosen = settings.emulated, settings.windows
     engines = (
         f"Emulated engines: times of {nodes.model} on {nodes.gpu}, {nodes.speedup:g} times as "
@@ -468,7 +473,8 @@ def setting_lines(settings: JctSettings, suffix: str = "") -> tuple[str, ...]:
             if nodes.engine_groups == "node"
             else []
         ),
-        f"Agents: {settings.agents_per_node} per node, {_replayed(chosen)} of "
+        f"Agents: {'' if arriving else f'{settings.agents_per_node} per node, '}"
+        f"{_replayed(chosen)} of "
         f"{Path(chosen.trace).name}{', all equal' if chosen.even else ''}, token counts times "
         f"{chosen.scale:g}, those of turns in addition times {chosen.scale_append:g} (append) and "
         f"{chosen.scale_generate:g} (generate){_history(chosen)}. "

@@ -227,7 +227,7 @@ def draw(raw: RawData[OnlineSettings, Point]) -> Page:
     found = {mode: searched(settings, points) for mode, points in by_mode.items() if points}
     return Page(
         settings=(
-            *setting_lines(settings.jct)[:-1],
+            *setting_lines(settings.jct, arriving=True)[:-1],
             _method(settings),
             f"SLO: mean TTFT at most {settings.ttft_slo_s:g} s, mean TPOT at most "
             f"{settings.tpot_slo_s * 1e3:g} ms.",
