@@ -61,9 +61,13 @@ LABELS = {
     "jct-trace-2p4d": "2P4D, recorded sessions",
     "jct-tp2-1p2d": "1P2D, engines of two ranks",
     "jct-vllm-1p1d": "1P1D, real vLLM engines",
+    "jct-vllm-1p2d": "1P2D, real vLLM engines",
+    "jct-node-groups-2p4d": "2P4D, an engine group per node",
     "jct-balanced": "24 agents",
     "jct-balanced-48-agents": "48 agents",
     "jct-balanced-longer-passes": "24 agents, longer passes",
+    "attention-balance": "emulated, 4 ranks",
+    "attention-balance-vllm": "vLLM on CPUs, 2 ranks",
     "dram-pauses": "half of the working set",
     "dram-pauses-all": "twice the working set",
     "chaos-run": "all components, up to 5 faults at once",
@@ -161,7 +165,10 @@ def jct(*names: str) -> Table:
         times = _jct_table(report)
         balance_table = stored_table(report, "Balance of storage NICs")
         balance = dict(zip(balance_table.columns, balance_table.rows[0], strict=True))
-        costs = {row[1]: row[2] for row in stored_table(report, "Processor time, veri").rows}
+        cost_title = next(
+            one.title for one in report.tables if "verification of every" in one.title
+        )
+        costs = {row[1]: row[2] for row in stored_table(report, cost_title).rows}
         for row in times.rows:
             cells = dict(zip(times.columns, row, strict=True))
             mode = cells["mode"]

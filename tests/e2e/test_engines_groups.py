@@ -100,6 +100,11 @@ def test_a_prefill_group_answers_as_one_engine_does_and_is_one_unit_of_failure(
     right: list[list[list[int]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with cluster(tmp_path_factory, prefill=2, decode=1) as engines:
+        # The ranks have timed their passes together, or an earlier start of both has.
+        for rank in ("pe-0-dp0", "pe-0-dp1"):
+            state = engines.service.registry.get(rank)
+            assert state is not None
+            assert state.info.rates.prefill_tokens is not None
         agents_are_right(engines, right, "before")
         whole_prompts_are_right(engines, right)
         assert {note.prefill_engine for note in engines.assignments()} == {"pe-0-dp0", "pe-0-dp1"}

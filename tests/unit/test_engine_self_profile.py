@@ -1,5 +1,7 @@
 """A prefill engine times its own passes at start: with vLLM's types, on the test's clock."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import msgspec
@@ -7,6 +9,10 @@ import pytest
 
 # isort: split
 pytest.importorskip("vllm")
+
+from tests.guard import GUARD_S
+from torch.distributed import HashStore
+from vllm.v1.core.sched.output import CachedRequestData
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
@@ -63,7 +69,8 @@ def timed(monkeypatch):
     worker = Worker(clock, stopwatch)
 
     def run(*limits):
-        return self_profile.time_passes(worker, stopwatch, self_profile.PassLimits(*limits))
+        limits = self_profile.PassLimits(*limits)
+        return self_profile.PassTimer(worker, stopwatch, limits).run()
 
     return SimpleNamespace(worker=worker, run=run)
 
@@ -148,6 +155,134 @@ def test_the_quota_is_set_or_else_measured(set_flops, costs, flops_per_s, monkey
     assert quota.predicted_s == pytest.approx(overhead_s + 136 / flops_per_s)
 
 
+def test_the_quota_predicts_what_the_step_computes():
+    limits = self_profile.PassLimits(BLOCK_TOKENS, 100, 60, 10_000)
+    step = self_profile.step_of(limits, 96)
+    running = CachedRequestData.make_empty()
+    running.req_ids, running.num_computed_tokens = ["r", "s"], [512, 16]
+    step.scheduled_cached_reqs = running
+    step.num_scheduled_tokens |= {"s": 16, "r": 64}
+    assert quota_scheduler.chunks_of(step) == [(96, 48), (16, 16), (512, 64)]
+
+
+# ------------------------------------------------------------------ ranks of a data-parallel group
+
+
+class RankWorker:
+    """A rank's worker: every step waits until all ranks compute the same one, as experts do."""
+
+    def __init__(self, barrier, rank, fails_at=None):
+        self.barrier, self.rank, self.fails_at = barrier, rank, fails_at
+        self.steps, self.ended = [], 0
+
+    def execute_model(self, step):
+        self.ended += len(step.finished_req_ids)
+        for new in step.scheduled_new_reqs:
+            self.steps.append((new.num_computed_tokens, *step.num_scheduled_tokens.values()))
+            self.barrier.wait(GUARD_S)
+            if new.num_computed_tokens == self.fails_at:
+                raise RuntimeError(f"rank {self.rank} has no kernel")
+
+    def sample_tokens(self, grammar_output):
+        pass
+
+
+def group_of(store, workers, blocks=(100, 60), wanted=(True, True), wait_s=GUARD_S):
+    """Let all ranks of a group profile themselves; return the number of blocks and the passes."""
+
+    def profile(rank):
+        lock_step = self_profile.LockStep(store, rank, len(workers), wait_s)
+        agreed = lock_step.begin(wanted[rank], blocks[rank])
+        if agreed is None:
+            return None, None
+        limits = self_profile.PassLimits(BLOCK_TOKENS, agreed, 60, 10_000)
+        stopwatch = self_profile.AttentionStopwatch(lambda: None)
+        timer = self_profile.PassTimer(
+            workers[rank], stopwatch, limits, self_profile.ONE_RANK, lock_step
+        )
+        return agreed, timer.run()
+
+    with ThreadPoolExecutor(len(workers)) as ranks:
+        return list(ranks.map(profile, range(len(workers))))
+
+
+def test_ranks_of_a_group_time_the_same_passes_together():
+    barrier = threading.Barrier(2)
+    workers = [RankWorker(barrier, rank) for rank in range(2)]
+    (blocks, first), (_, second) = group_of(HashStore(), workers)
+    assert blocks == 60  # those of the rank that has fewer
+    assert workers[0].steps == workers[1].steps
+    assert workers[0].ended == workers[1].ended == len(workers[0].steps)
+    sizes = [(cached, 48) for cached in (0, 48, 96, 192, 384, 768, 912)]
+    assert [(p.cached, p.bsz) for p in first] == [(p.cached, p.bsz) for p in second] == sizes
+
+
+def test_a_rank_that_has_its_costs_takes_part_if_another_needs_them():
+    barrier = threading.Barrier(2)
+    workers = [RankWorker(barrier, rank) for rank in range(2)]
+    (_, first), (_, second) = group_of(HashStore(), workers, wanted=(False, True))
+    assert len(first) == len(second) > 2
+    workers = [RankWorker(barrier, rank) for rank in range(2)]
+    assert group_of(HashStore(), workers, wanted=(False, False)) == [(None, None)] * 2
+    assert workers[0].steps == []
+
+
+def test_a_pass_that_fails_at_one_rank_ends_the_passes_of_all(caplog):
+    barrier = threading.Barrier(2)
+    workers = [RankWorker(barrier, 0), RankWorker(barrier, 1, fails_at=96)]
+    (_, first), (_, second) = group_of(HashStore(), workers)
+    assert [p.cached for p in first] == [p.cached for p in second] == [0, 48]
+    assert workers[0].ended == workers[1].ended == len(workers[0].steps)
+    assert caplog.text.count("no more passes are timed") == 2
+    assert "rank 1 has no kernel" in caplog.text
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_do_not_wait_for_a_late_one_and_it_does_not_begin_alone(late, caplog):
+    store = HashStore()
+    on_time = self_profile.LockStep(store, 1 - late, 2, wait_s=0.01)
+    assert on_time.begin(True, 100) is None
+    assert "not ready within 0.01 s" in caplog.text
+    assert "restart the group" in caplog.text
+    caplog.clear()
+    assert self_profile.LockStep(store, late, 2, GUARD_S).begin(True, 100) is None
+    assert "its passes are not timed" in caplog.text
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_lost_during_the_passes_ends_the_others(lost):
+    store, barrier = HashStore(), threading.Barrier(1)
+    both = [self_profile.LockStep(store, rank, 2, wait_s=0.01) for rank in range(2)]
+    left = both[1 - lost]
+    limits = self_profile.PassLimits(BLOCK_TOKENS, 100, 60, 10_000)
+    timer = self_profile.PassTimer(
+        RankWorker(barrier, 1 - lost),
+        self_profile.AttentionStopwatch(lambda: None),
+        limits,
+        self_profile.ONE_RANK,
+        left,
+    )
+    with pytest.raises(ConfigError, match=r"within 0.01 s; see the logs .* or set profile to off"):
+        timer.run()
+
+
+def test_a_rank_with_a_profile_file_takes_part_and_does_not_ask_for_passes(find, tmp_path):
+    file = tmp_path / "costs.toml"
+    file.write_text("prefill_tokens_per_s = 9.0\n[prefill]\npair_s = 0.5\n")
+    asked = []
+    settings = msgspec.structs.replace(SETTINGS, profile=str(file))
+    profiling.find_costs(settings, vllm_config(size=2), NAMESPACE, asked.append, NOW_S)
+    assert asked == [False]
+
+
+def test_ranks_of_a_group_on_one_machine_cache_their_costs_apart(find):
+    for start in range(3):
+        assert find(PASSES, vllm_config(rank=0, size=2), now_s=NOW_S + start)[1] == 1
+    assert find(PASSES, vllm_config(rank=0, size=2), now_s=NOW_S + 3)[1] == 0
+    assert find(PASSES, vllm_config(rank=1, size=2))[1] == 1
+    assert find(PASSES, vllm_config())[1] == 1
+
+
 # ------------------------------------------------------------------ where costs come from
 
 PASSES = [TimedPass(0, 512, 0.2, 0.1), TimedPass(512, 512, 0.3, 0.2)]
@@ -159,12 +294,13 @@ NAMESPACE = StoreNamespace(
 )
 
 
-def vllm_config(max_model_len=4096):
+def vllm_config(max_model_len=4096, rank=0, size=1):
+    group = {"data_parallel_rank": rank, "data_parallel_size": size}
     return SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=max_model_len),
         compilation_config=SimpleNamespace(mode=0, cudagraph_mode=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, **group),
     )
 
 
@@ -179,9 +315,10 @@ def find(monkeypatch, tmp_path):
         settings = msgspec.structs.replace(SETTINGS, **changes)
         asked = []
 
-        def measure():
-            asked.append(1)
-            return passes
+        def measure(wanted):
+            if wanted:
+                asked.append(1)
+            return passes if wanted else None
 
         found = profiling.find_costs(settings, config or vllm_config(), NAMESPACE, measure, now_s)
         return found, len(asked)

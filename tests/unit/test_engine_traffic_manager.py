@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.engine_harness import GEOMETRY, ToyCluster, full_block, memory_storage, prompt_keys
@@ -379,6 +380,24 @@ def test_generated_blocks_are_stored_as_in_hbm(cluster: ToyCluster) -> None:
     destination = bytearray(GEOMETRY.full_block_bytes)
     assert read_run(cluster.storage, [keys[0]], [memoryview(destination)]).good_blocks == 1
     assert bytes(destination) == full_block(keys[0])
+
+
+def test_generated_blocks_of_a_step_leave_hbm_in_one_list_for_each_layer(
+    cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted: list[int] = []
+    transport = cluster.de.manager._transport
+    post = transport.post
+
+    def counted(direction: Any, region: str, pieces: Any, *others: Any, **named: Any) -> Any:
+        posted.append(len(pieces))
+        return post(direction, region, pieces, *others, **named)
+
+    monkeypatch.setattr(transport, "post", counted)
+    blocks = [GeneratedBlock(block, key) for block, key in enumerate(prompt_keys(3 * TOKENS)[:3])]
+    cluster.de.manager.persist_generated(blocks)
+    assert cluster.de.manager.persister.drain(GUARD_S)
+    assert posted == [3] * GEOMETRY.layers
 
 
 def test_generated_blocks_have_tenant_and_parent(

@@ -12,6 +12,7 @@ from dualpath_sim.evaluation.runs import (
     LOOKBACK_S,
     WINDOW_S,
     Balance,
+    EndRule,
     Runs,
     agents_until,
     attention_balance,
@@ -40,6 +41,13 @@ def test_a_steady_system_ends_as_soon_as_half_an_hour_can_be_looked_back() -> No
     end = ending(every_second, np.full(every_second.size, 1.0), 7200.0)
     assert end.rule == "steady"
     assert end.at_s == WINDOW_S + LOOKBACK_S
+
+
+def test_a_rule_with_other_times_ends_when_those_have_passed() -> None:
+    rule = EndRule(ttft_limit_s=0.5, window_s=20.0, lookback_s=30.0)
+    assert ending(every_second, np.full(every_second.size, 0.4), 900.0, rule).at_s == 50.0
+    end = ending(every_second, np.full(every_second.size, 0.6), 900.0, rule)
+    assert (end.rule, end.at_s) == ("TTFT above limit", 20.0)
 
 
 def test_an_overloaded_system_ends_when_the_mean_of_the_window_passes_the_limit() -> None:

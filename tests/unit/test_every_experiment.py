@@ -18,7 +18,7 @@ PUBLISHED = ROOT / "docs" / "evaluation" / "lab"
 RECORDED = ROOT / "tests" / "data" / "experiments"
 #: Experiments by name with their groups.
 EXPERIMENTS = {name: (BENCH, name) for name in BENCH.entries} | {"chaos-run": (CHAOS, "run")}
-#: Published files of each experiment; all are in an older format.
+#: Published files of each experiment; most are in an older format.
 FILES = {
     "chaos-run": [path.stem for path in sorted(PUBLISHED.glob("chaos-*.json"))],
     "peers": ["peers-1p2d", "dram-peers"],
@@ -30,6 +30,8 @@ FILES = {
     "dram": ["dram-pauses", "dram-pauses-all"],
     "sealed": ["sealed"],
     "roles": ["roles"],
+    "quota-error": ["quota-error"],
+    "attention-balance": ["attention-balance", "attention-balance-vllm"],
 }
 #: Pages in the present format: small samples, and a published one.
 PAGES = [*sorted(RECORDED.glob("*.json")), PUBLISHED / "one-machine.json"]

@@ -35,7 +35,12 @@ from dualpath_lab.experiments.metered_replay import (
     parse_read_bytes,
 )
 from dualpath_lab.experiments.runs import LabResult, Measured, lab_result
-from dualpath_lab.experiments.settings import EmulatedNodes, JctSettings, WindowSettings
+from dualpath_lab.experiments.settings import (
+    EmulatedNodes,
+    History,
+    JctSettings,
+    WindowSettings,
+)
 from dualpath_lab.experiments.simulator_comparison import agent_table, predicted_jct_s
 from dualpath_lab.experiments.workload import Window, windows, write_histories, write_rounds
 from dualpath_lab.nodes.cluster import LinkReport
@@ -228,6 +233,17 @@ def test_scales_of_turns_do_not_change_histories(
         assert all(r.generated_tokens >= 1 for r in after.trajectory.rounds)
 
 
+def test_whole_trajectories_begin_with_their_first_turn_and_have_all_turns() -> None:
+    whole = windows(WindowSettings(agents=12, whole=True, scale=1.0))
+    begun = windows(WindowSettings(agents=12, history=History.NONE, scale=1.0))
+    assert all(window.history_tokens == 0 for window in whole)
+    for full, first_turns in zip(whole, begun, strict=True):
+        rounds, first = full.trajectory.rounds, first_turns.trajectory.rounds
+        assert rounds[: len(first)] == first
+    # The mean of the trajectories of 32K is 60 turns.
+    assert sum(len(window.trajectory.rounds) for window in whole) > 12 * 30
+
+
 def test_impossible_windows_are_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="turns is 0"):
         windows(WindowSettings(turns=0))
@@ -316,6 +332,25 @@ def test_a_rerun_is_compared_by_times_and_by_ratios_to_basic_and_oracle() -> Non
     assert found["1P2D dualpath: JCT, s"] == (10.0, 0.2, False)
     assert found["1P2D dualpath: Basic / JCT"] == (3.0, 0.1, True)
     assert "1P2D basic: Basic / JCT" not in found
+
+
+def test_the_ablation_is_drawn_as_the_time_that_each_step_saves() -> None:
+    times_s = {
+        Mode.BASIC: 50.0,
+        Mode.LAYERWISE: 45.0,
+        Mode.ROUND_ROBIN: 30.0,
+        Mode.DUALPATH: 20.0,
+        Mode.ORACLE: 5.0,
+    }
+    runs = [measured(mode, time_s, {"pe0": 1e6}) for mode, time_s in times_s.items()]
+    (table,) = (t for t in draw_jct(raw_data(runs)).tables if "ablation" in t.title)
+    assert table.rows == (
+        ("layerwise", "layerwise prefill", "45.00", "10.0%", "17.2%"),
+        ("round-robin", "dual-path loading", "30.00", "40.0%", "38.2%"),
+        ("dualpath", "scheduling", "20.00", "60.0%", "45.6%"),
+        ("oracle", "-", "5.00", "90.0%", "-"),
+    )
+    assert not any("ablation" in t.title for t in draw_jct(raw_data(runs[1:])).tables)
 
 
 def test_where_storage_suffices_the_target_is_oracle() -> None:

@@ -153,3 +153,13 @@ def test_fit_refuses_time_that_shrinks_with_work() -> None:
 def test_senseless_quota_is_refused(quota_s: float, align_tokens: int) -> None:
     with pytest.raises(ConfigError, match="correct the settings"):
         ComputeQuota(PAIRS, ESTIMATE, quota_s, align_tokens)
+
+
+def test_the_time_of_given_chunks_is_that_of_the_batch_they_make() -> None:
+    geometry = AttentionGeometry(pair_flops=2.0, window_tokens=100, index_pair_flops=0.5)
+    quota = ComputeQuota(geometry, LayerTimeEstimate(0.01, 1e6), quota_s=1e9)
+    chunks = [(0, 50), (320, 64), (5, 1)]
+    for cached, bsz in chunks:
+        assert quota.admit(cached, bsz) == bsz
+    assert quota.seconds(chunks) == pytest.approx(quota.predicted_s)
+    assert quota.seconds([]) == 0.0

@@ -202,7 +202,7 @@ class Pass:
 def computed_by(layers):
     """The waits of a worker while it computes a model with layers that read KV before the call."""
     worker, asked = cast("Any", object.__new__(WorkerSide)), Pass()
-    worker._pass, worker._stopwatch = asked, None
+    worker._pass, worker._stopwatch, worker._clock = asked, None, None
     worker._layers = {layer.names[0]: n for n, layer in enumerate(layers)}
     worker._read_before_hook = any(layer.read_before_hook for layer in layers)
     worker._wait_for_early_read(0)

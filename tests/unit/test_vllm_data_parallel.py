@@ -1,6 +1,7 @@
 """Data-parallel ranks of vLLM as engines: names, the agreed start, the rank of a request."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ pytest.importorskip("vllm")
 
 import torch
 from tests.guard import GUARD_S
+from torch.distributed import HashStore
 from vllm.config import ParallelConfig
 
 from dualpath.core.cluster import GroupRank, Role
@@ -149,3 +151,16 @@ def test_an_engine_of_one_gpu_uses_the_port_nearest_to_it(
         "GPU, shared by 2 GPUs; set net_devices to choose another",
         "rank 0: no RDMA port is up, so UCX chooses the network device",
     ]
+
+
+def test_passes_are_timed_together_over_the_store_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    monkeypatch.setattr(parallel_ranks, "_get_default_store", lambda: store)
+    assert parallel_ranks.lock_step_of(parallel(0, data_parallel_size=1)) is None
+    both = [parallel_ranks.lock_step_of(parallel(rank)) for rank in range(2)]
+    assert [step.leads for step in both if step is not None] == [True, False]
+    with ThreadPoolExecutor(2) as ranks:
+        begun = [ranks.submit(step.begin, True, 7) for step in both if step is not None]
+        assert [each.result(GUARD_S) for each in begun] == [7, 7]

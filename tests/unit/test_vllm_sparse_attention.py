@@ -90,6 +90,7 @@ def connector(monkeypatch):
     made._worker = worker = object.__new__(WorkerSide)
     worker._layers = {name: index for index, name in enumerate(NAMES)}
     worker._read_before_hook, worker._stopwatch, worker._pass = False, None, None
+    worker._clock = None
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made)
     return made
 

@@ -32,6 +32,7 @@ from dualpath.engine.passes.forward_pass import ForwardPass
 from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.vllm.connector import DualPathConnector
 from dualpath.vllm.metadata import StepMetadata
+from dualpath.vllm.profiling import AttentionClock
 from dualpath.vllm.worker_side import WorkerSide
 
 BLOCK, LAYERS = 32, 5
@@ -179,6 +180,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     connector._worker = made
     made._layers = {name: index for index, name in enumerate(NAMES)}
     made._read_before_hook, made._stopwatch, made._pass = False, None, None
+    made._clock = None
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
     monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
@@ -219,3 +221,55 @@ def test_one_missing_wait_changes_the_output_of_the_layers(
     assert engine.compute(transfer, BlockRun(0, 2)).isfinite().all()
     assert engine.compute(transfer, BlockRun(2, 2)).isnan().all()
     engine.cluster.close()
+
+
+def test_the_hooks_of_vllms_attention_measure_its_time(worker: Any) -> None:
+    clock = worker._clock = AttentionClock(on_gpu=False)
+    engine = Engine(Model(()), 2, worker)
+    transfer = engine.load("r", 0, 0)
+    for predicted_s, first in ((0.5, 0), (0.7, 2)):
+        engine.compute(transfer, BlockRun(first, 2))
+        clock.pass_over(predicted_s, first, first + 1)
+    both = list(clock.take())
+    assert [(one.predicted_s, one.start_ns, one.end_ns) for one in both] == [
+        (0.5, 0, 1), (0.7, 2, 3),
+    ]  # fmt: skip
+    assert all(one.measured_s > 0 for one in both)
+    assert list(clock.take()) == []
+    engine.cluster.close()
+
+
+def test_the_time_of_a_pass_on_a_gpu_is_known_when_its_last_event_has_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded: list[Any] = []
+
+    class GpuEvent:
+        """An event that the GPU passes 1 ms after the one before it."""
+
+        passed = False
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            recorded.append(self)
+
+        def query(self) -> bool:
+            return self.passed
+
+        def elapsed_time(self, later: Any) -> float:
+            return float(recorded.index(later) - recorded.index(self))
+
+    monkeypatch.setattr(torch.cuda, "Event", GpuEvent)
+    clock = AttentionClock(on_gpu=True)
+    for _ in range(2):
+        for _ in NAMES:
+            clock.begin()
+            clock.end()
+        clock.pass_over(0.1, 0, 1)
+    assert list(clock.take()) == []
+    for event in recorded[: 2 * LAYERS]:
+        event.passed = True
+    (first,) = clock.take()
+    assert first.measured_s == pytest.approx(LAYERS * 1e-3)

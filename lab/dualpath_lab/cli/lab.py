@@ -159,6 +159,14 @@ BENCHMARKS = {
         "TTFT of a fully stored prompt compared with its transfers",
         f"{_BENCHMARKS}.overhead.stored_prompt:STORED",
     ),
+    "quota-error": Entry(
+        "error of the predicted attention time of real vLLM engines' passes, by kind of attention",
+        f"{_BENCHMARKS}.attention_times:QUOTA_ERROR",
+    ),
+    "attention-balance": Entry(
+        "attention times of the ranks of a data-parallel group, max/avg in each pass",
+        f"{_BENCHMARKS}.attention_times:ATTENTION_BALANCE",
+    ),
     "gpu-prefill": Entry(
         "layerwise prefill on a GPU with KV streamed from pinned DRAM",
         f"{_BENCHMARKS}.gpu.experiments:GPU_PREFILL",

@@ -64,9 +64,10 @@ def emulated_commands(
         **more: object,
     ) -> list[str]:
         rank = dp or DpRank(0, 1, 0)
+        name = rank_id(named_as or role, index, rank.rank, rank.size)
         named: dict[str, Any] = {
             "role": role,
-            "engine_id": rank_id(named_as or role, index, rank.rank, rank.size),
+            "engine_id": name,
             "router": tcp_endpoint(router_host, control_port),
             "api_url": http_url(host, port),
             "storage": settings.storage,
@@ -76,6 +77,8 @@ def emulated_commands(
             "compute_quota_s": settings.compute_quota_s,
             "transport": settings.transport,
         }
+        if settings.trace_dir:
+            named["trace_out"] = f"{settings.trace_dir}/{name}.json"
         if engine is None:
             one = EngineSettings(**named, touch_memory=touch_memory)
         else:

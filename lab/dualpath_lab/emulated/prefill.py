@@ -15,6 +15,7 @@ from typing import NamedTuple
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError
 from dualpath.core.runs import HitRun
+from dualpath.engine.passes.attention_times import ATTENTION_TRACK
 from dualpath.engine.passes.prefill_passes import RELEASED
 from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.threads import Thread
@@ -29,6 +30,7 @@ from dualpath_lab.emulated.emulated_gpu import (
     RankPasses,
     RunningPass,
 )
+from dualpath_lab.emulated.lock_step import LockStep, NoLockStep
 from dualpath_lab.emulated.requests import Answer, PrefillRequest
 from dualpath_lab.emulated.settings import EmulatedSettings
 from dualpath_sim.simulator.derived import NO_QUOTA_S
@@ -48,10 +50,11 @@ class Chunk(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A forward pass; ``compute_s`` excludes waiting for KV."""
+    """A forward pass; ``compute_s`` excludes waiting for KV, ``attention_s`` is part of it."""
 
     chunks: list[Chunk]
     compute_s: float
+    attention_s: float
 
 
 class BatchFormer:
@@ -90,7 +93,9 @@ class BatchFormer:
             left = None if left is None else left - bsz
             if self._quota.closed:
                 break
-        return Batch(chunks, self._compute_s(chunks)) if chunks else None
+        if not chunks:
+            return None
+        return Batch(chunks, self._compute_s(chunks), self._quota.predicted_s)
 
     def _place(self, request: PrefillRequest) -> bool:
         if not request.hbm_blocks:
@@ -143,9 +148,12 @@ class PrefillEngine:
     If KV moves layer by layer, the next pass starts during the last layers of a pass if requests
     are waiting, and a second thread ends passes in order, so that the GPU does not wait for
     either.  An engine of several ranks ends each pass before it starts the next.
+
+    ``lock_step`` is that of its data-parallel group, set before the first request.
     """
 
     def __init__(self, plane: DataPlane) -> None:
+        self.lock_step: LockStep = NoLockStep()
         self._plane = plane
         self._settings = plane.settings
         self._former = BatchFormer(plane.settings, plane.hbm)
@@ -174,6 +182,7 @@ class PrefillEngine:
         with self._wake:
             self._closing = True
             self._wake.notify_all()
+        self.lock_step.close()
         for thread in (self._thread, self._ender):
             if thread is not None:
                 thread.join()
@@ -223,12 +232,27 @@ class PrefillEngine:
                 given = self._begin(batch, before)
             assert given is not None
             following: list[StartedPass] = []
+            self._enter(given)
             with self._timed("pass", compute_s=given.running.work.compute_s, was_idle=was_idle):
                 start_next = functools.partial(self._begin_next, given, following)
+                start_ns = self._plane.manager.trace.now_ns()
                 self._passes.compute(given.running, start_next, was_idle=was_idle)
+                self._trace_attention(given.batch, start_ns)
             self._hand_over(given)
             before = given if self._overlaps else None
             given = following[0] if following else None
+
+    def _enter(self, given: StartedPass) -> None:
+        """Wait for the other ranks of the group; the pass takes as long as that of the slowest."""
+        work = given.running.work
+        group_s = self.lock_step.enter(work.compute_s)
+        given.running.work = work._replace(compute_s=group_s)
+
+    def _trace_attention(self, batch: Batch, start_ns: int) -> None:
+        """Record the attention time of a pass; that of an emulated GPU is as predicted."""
+        trace, attention_s = self._plane.manager.trace, batch.attention_s / self._settings.speedup
+        times = {"predicted_s": attention_s, "measured_s": attention_s}
+        trace.record("pass", ATTENTION_TRACK, start_ns, trace.now_ns(), **times)
 
     def _next_batch(self) -> Batch | None:
         """Return the next pass; None when the engine closes."""
@@ -236,6 +260,7 @@ class PrefillEngine:
             while not self._closing:
                 if (batch := self._form()) is not None:
                     return batch
+                self.lock_step.idle()
                 if not self._wake.wait(WAITING_S if self._waiting else None):
                     self._plane.manager.made_step()  # It waits for HBM.
         return None

@@ -24,6 +24,7 @@ from dualpath_lab.emulated.data_plane import DataPlane
 from dualpath_lab.emulated.decode import DecodeEngine
 from dualpath_lab.emulated.emulated_gpu import follow, start_thread_ranks
 from dualpath_lab.emulated.engine_server import EngineServer
+from dualpath_lab.emulated.lock_step import FirstRank, LockStep, NoLockStep, OtherRank
 from dualpath_lab.emulated.prefill import PrefillEngine
 from dualpath_lab.emulated.rank_processes import rank_processes
 from dualpath_lab.emulated.ranks import LeaderRank
@@ -33,8 +34,9 @@ from dualpath_lab.emulated.settings import EmulatedSettings
 # Ranks of an emulated data-parallel group: they start together, and all end when one ends.
 #
 # Ranks of real engines compute in lock step with collectives, which fail when a rank ends.
-# Emulated ranks do not wait for each other's passes.  Each has a connection to the first rank as
-# long as it runs, through which they start together and detect that a rank has ended.
+# Emulated ranks wait for each other's passes with ``dp_lock_step`` only.  Each has a connection to
+# the first rank as long as it runs, through which they start together and detect that a rank has
+# ended.
 
 #: Seconds within which all ranks must connect.
 JOIN_TIMEOUT_S = 60.0
@@ -71,6 +73,24 @@ def join_group(
     _watch(peers, lost or _end)
     group, _, epoch = start.partition("\t")
     return GroupRank(group, epoch, settings.dp_rank, settings.dp_size)
+
+
+def open_lock_step(settings: EmulatedSettings, timeout_s: float = JOIN_TIMEOUT_S) -> LockStep:
+    """Return the lock step of a group that has joined; raises ``DeadlineError`` as that does."""
+    if settings.dp_size == 1 or not settings.dp_lock_step:
+        return NoLockStep()
+    first, end_s = host_and_port(settings.dp_address), time.monotonic() + timeout_s
+    try:
+        if settings.dp_rank == 0:
+            # The others connect again: each got the group's name when all of them were accepted.
+            return FirstRank(_accept_ranks(first, settings.dp_size - 1, "lock step", end_s))
+        return OtherRank(_connect_to_first(first, end_s)[0])
+    except (OSError, TimeoutError) as error:
+        raise DeadlineError(
+            f"rank {settings.dp_rank} of {settings.dp_size} could not connect to the others at "
+            f"{settings.dp_address} within {timeout_s:g} s ({error}) for the lock step; start all "
+            "of them with {dp_lock_step} or none"
+        ) from error
 
 
 def _accept_ranks(
@@ -180,6 +200,8 @@ async def emulated_engine(
             )
             engine.start()
             dp = await asyncio.to_thread(join_group, settings)
+            if isinstance(engine, PrefillEngine):
+                engine.lock_step = await asyncio.to_thread(open_lock_step, settings)
             plane.membership.join(api_url, dp=dp)
             try:
                 yield EmulatedEngine(plane, api_url)

@@ -72,6 +72,12 @@ class EmulatedServer(Settings, frozen=True, kw_only=True):
     dp_address: Annotated[
         str, Setting("address at which the first rank accepts the others", metavar="HOST:PORT")
     ] = ""
+    dp_lock_step: Annotated[
+        bool,
+        Setting(
+            "prefill ranks of the group compute their passes together, each as long as the slowest"
+        ),
+    ] = False
     tensor_parallel_size: Annotated[
         int, Setting("ranks of the engine, each a process with its slice of the KV", ge=1)
     ] = 1
@@ -144,6 +150,11 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
                 f"{self.engine.api_url!r}; write https:// there, or leave out one of them"
             )
         slices_of(self.tensor_parallel_size, self.kv_heads)
+        if self.dp_lock_step and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"{{tensor_parallel_size}} is {self.tensor_parallel_size} with {{dp_lock_step}}: "
+                "emulated ranks of one device each can compute in lock step; leave one of them out"
+            )
         if self.engine.share_loads:
             raise ConfigError(
                 "{share_loads}: ranks of an emulated engine have no links between GPUs to exchange "

@@ -55,7 +55,7 @@ def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup
         decode_tp=nodes.decode_tp,
         prefill_nodes_per_group=nodes_per_group,
         decode_nodes_per_group=nodes_per_group,
-        lockstep=False,
+        lockstep=nodes.dp_lock_step,
         snic_bytes_per_s=lab.snic_bytes_per_s,
         # Writes are not throttled in the lab.
         snic_write_bytes_per_s=100 * lab.snic_bytes_per_s,
@@ -183,6 +183,7 @@ def _engine_arguments(
         ),
         dp_size=nodes.dp,
         dp_rank=rank,
+        dp_lock_step=nodes.dp_lock_step,
         dp_address=str(HostPort(node.address, GROUP_PORT)) if nodes.dp > 1 else "",
         speedup=nodes.speedup,
         hbm_bytes=nodes.hbm_bytes,

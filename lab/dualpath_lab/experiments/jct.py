@@ -243,6 +243,7 @@ def draw_jct(raw: RawData[JctSettings, LabResult]) -> Page:
         ),
         tables=(
             *(_table(job) for job in jobs),
+            *(_ablation_table(job) for job in jobs if _has_ablation(job)),
             _balance_table(jobs),
             *(_rank_table(job) for job in jobs if job.lab.cnics > 1),
             _cost_table(jobs),
@@ -290,6 +291,33 @@ def _table(job: Job) -> Table:
         f"{job.lab.nodes}: {job.agents} agents, {job.ideal_ratio:g}x is ideal, "
         "SNIC use over the middle half"
     )
+    return Table(title, columns, tuple(rows))
+
+
+#: What each step of the ablation adds, with the reduction of Basic's JCT that the paper measures on
+#: DS 660B (§7.5, Fig. 12).
+ABLATION = {
+    Mode.LAYERWISE: ("layerwise prefill", 0.1721),
+    Mode.ROUND_ROBIN: ("dual-path loading", 0.3819),
+    Mode.DUALPATH: ("scheduling", 0.4562),
+}
+
+
+def _has_ablation(job: Job) -> bool:
+    return all(mode in job.runs for mode in (Mode.BASIC, *ABLATION))
+
+
+def _ablation_table(job: Job) -> Table:
+    """Return how much less than Basic's each step's JCT is; steps add to each other."""
+    basic_s, rows = job.jct_s(Mode.BASIC), []
+    assert basic_s is not None
+    for mode in (*ABLATION, Mode.SPLIT, Mode.ORACLE):
+        added, paper = ABLATION.get(mode, (NOTHING, None))
+        if (jct_s := job.jct_s(mode)) is not None:
+            less = f"{1 - jct_s / basic_s:.1%}"
+            rows.append((mode.value, added, f"{jct_s:.2f}", less, cell(paper, "{:.1%}")))
+    columns = ("mode", "added", "JCT s", "less than Basic", "in the paper, DS 660B")
+    title = f"{job.lab.nodes}: ablation (§7.5), Basic takes {basic_s:.2f} s"
     return Table(title, columns, tuple(rows))
 
 
@@ -410,8 +438,13 @@ def agents_of(settings: JctSettings, lab: LabSettings) -> WindowSettings:
     return msgspec.structs.replace(settings.windows, agents=agents, seed=settings.seed)
 
 
-def setting_lines(settings: JctSettings, suffix: str = "") -> tuple[str, ...]:
-    """Describe engines, agents and repetitions; ``suffix`` is appended to the last line."""
+def setting_lines(
+    settings: JctSettings, suffix: str = "", *, arriving: bool = False
+) -> tuple[str, ...]:
+    """Describe engines, agents and repetitions; ``suffix`` is appended to the last line.
+
+    ``arriving``: the number of agents follows from a rate.
+    """
     nodes, chosen = settings.emulated, settings.windows
     engines = (
         f"Emulated engines: times of {nodes.model} on {nodes.gpu}, {nodes.speedup:g} times as "
@@ -425,7 +458,8 @@ def setting_lines(settings: JctSettings, suffix: str = "") -> tuple[str, ...]:
         )
     if nodes.dp > 1:
         engines += (
-            f" The {nodes.dp} engines of a node, a data-parallel group, share the node's links."
+            f" The {nodes.dp} engines of a node, a data-parallel group, share the node's links"
+            f"{' and compute prefill passes in lock step' if nodes.dp_lock_step else ''}."
         )
     if nodes.recompute_limit_s:
         limit_s = nodes.recompute_limit_s
@@ -439,13 +473,22 @@ def setting_lines(settings: JctSettings, suffix: str = "") -> tuple[str, ...]:
             if nodes.engine_groups == "node"
             else []
         ),
-        f"Agents: {settings.agents_per_node} per node, windows of {chosen.turns} turns of "
+        f"Agents: {'' if arriving else f'{settings.agents_per_node} per node, '}"
+        f"{_replayed(chosen)} of "
         f"{Path(chosen.trace).name}{', all equal' if chosen.even else ''}, token counts times "
         f"{chosen.scale:g}, those of turns in addition times {chosen.scale_append:g} (append) and "
-        f"{chosen.scale_generate:g} (generate); {chosen.history.description}. "
+        f"{chosen.scale_generate:g} (generate){_history(chosen)}. "
         f"Seed {settings.seed}.",
         f"Every mode {settings.repeat} times, interleaved; medians.{suffix}",
     )
+
+
+def _replayed(chosen: WindowSettings) -> str:
+    return "whole trajectories" if chosen.whole else f"windows of {chosen.turns} turns"
+
+
+def _history(chosen: WindowSettings) -> str:
+    return "" if chosen.whole else f"; {chosen.history.description}"
 
 
 def _missing(modes: Sequence[Mode]) -> str:

@@ -1,5 +1,8 @@
 """Online serving on shaped links (§7.4): the highest arrival rate within an SLO, and latencies.
 
+A run ends when the agents that arrive in a fixed time are done, or by the paper's rule: when the
+mean TTFT is steady or above its limit.
+
 Each mode's capacity is found by bisection. All runs have the same agents and the same pattern of
 arrivals, stretched to the rate, so that two runs differ only in the rate.
 """
@@ -12,8 +15,10 @@ import msgspec
 
 from dualpath.core.modes import Mode
 from dualpath.report.model import NOTHING, Panel, Series, Table, cell
+from dualpath.router.stages import Stage as RequestStage
 from dualpath.workload.replay.client import ReplayOptions
 from dualpath.workload.replay.result import Distribution, TurnRecord, distribution
+from dualpath_lab.experiments.client import StageSample
 from dualpath_lab.experiments.jct import agents_of, lab_run_of, setting_lines, spoilt
 from dualpath_lab.experiments.runs import (
     LabResult,
@@ -23,10 +28,11 @@ from dualpath_lab.experiments.runs import (
     load_lines,
     too_busy,
 )
-from dualpath_lab.experiments.settings import OnlineSettings
+from dualpath_lab.experiments.settings import Ends, OnlineSettings
 from dualpath_lab.experiments.workload import windows
 from dualpath_lab.nodes.cluster import LinkReport
 from dualpath_lab.nodes.settings import LabSettings
+from dualpath_sim.evaluation.runs import Ending, EndRule
 from dualpath_sim.evaluation.serving import RateSearch, within
 from dualpath_sim.harness.experiment import (
     Experiment,
@@ -41,6 +47,13 @@ from dualpath_sim.harness.experiment import (
 
 #: Share of the arrival time that is not measured, as the system fills up.
 _FILLING = 0.3
+#: The parts of TTFT in Fig. 12, and the router's stages of which each is the sum.
+PARTS = {
+    "scheduling": (RequestStage.ADMISSION, RequestStage.LOOKUP, RequestStage.QUEUE),
+    "allocating": (RequestStage.BUFFER_WAIT,),
+    "reading": (RequestStage.READ,),
+    "prefill": (RequestStage.PREFILL,),
+}
 
 
 class Rate(NamedTuple):
@@ -51,13 +64,19 @@ class Rate(NamedTuple):
 
 
 class Point(LabResult, frozen=True, kw_only=True, omit_defaults=True):
-    """One rate in one mode: latencies in seconds of the turns that began in the measured time."""
+    """One rate in one mode: latencies in seconds of the turns in the measured time.
+
+    ``parts`` are the mean seconds of the parts of TTFT, in the order of ``PARTS``; empty if they
+    were not sampled.  ``ending`` is None if the run ended when all agents were done.
+    """
 
     agents_per_s: float
     turns: int
     ttft_s: Distribution | None
     ttst_s: Distribution | None
     tpot_s: Distribution | None
+    parts: tuple[float, ...] = ()
+    ending: Ending | None = None
 
     def meets(self, settings: OnlineSettings) -> bool:
         """Whether the SLO is met."""
@@ -91,8 +110,10 @@ def _stages(settings: OnlineSettings, progress: Progress) -> Iterator[Stage[Rate
                     agents_per_s=rate.agents_per_s,
                     seed=settings.jct.seed,
                 )
-                measured = lab_run.run(rate.mode, options)
-                return point(measured, rate.agents_per_s, settings.arrive_s, lab, lab_run.links)
+                measured = lab_run.run(
+                    rate.mode, options, end_rule=end_rule(settings), longest_s=settings.longest_s
+                )
+                return point(measured, rate.agents_per_s, settings, lab, lab_run.links)
 
             yield run
 
@@ -128,18 +149,39 @@ def searched(settings: OnlineSettings, points: Sequence[Point]) -> Searched:
 
 
 def _agents(settings: OnlineSettings, rate: float) -> int:
-    return max(round(rate * settings.arrive_s), 1)
+    return max(round(rate * settings.agents_arrive_s), 1)
+
+
+def end_rule(settings: OnlineSettings) -> EndRule | None:
+    """Return the rule that ends runs, None if they end when all agents are done."""
+    if settings.ends is Ends.DONE:
+        return None
+    return EndRule(
+        ttft_limit_s=settings.ttft_slo_s,
+        window_s=settings.window_s,
+        lookback_s=settings.lookback_s,
+    )
 
 
 def point(
     run: Measured,
     agents_per_s: float,
-    arrive_s: float,
+    settings: OnlineSettings,
     lab: LabSettings,
     links: tuple[LinkReport, ...] = (),
 ) -> Point:
-    """Return the latencies of turns that began in the measured part of the arrival time."""
-    turns = [t for t in run.client.replay.turns if _FILLING * arrive_s <= t.start_s <= arrive_s]
+    """Return the latencies in the measured time.
+
+    They are those of turns that began in the measured part of the arrival time, or, if a rule
+    ended the run, of turns whose first token came in the last window.
+    """
+    end, all_turns = run.client.ending, run.client.replay.turns
+    if end is None:
+        begin_s, end_s = _FILLING * settings.arrive_s, settings.arrive_s
+        turns = [turn for turn in all_turns if begin_s <= turn.start_s <= end_s]
+    else:
+        begin_s, end_s = end.at_s - settings.window_s, end.at_s
+        turns = [t for t in all_turns if begin_s < t.start_s + (t.ttft_s or 0.0) <= end_s]
 
     def over(of: Callable[[TurnRecord], float | None]) -> Distribution | None:
         return distribution(of(turn) for turn in turns)
@@ -150,8 +192,30 @@ def point(
         ttft_s=over(lambda turn: turn.ttft_s),
         ttst_s=over(lambda turn: turn.ttst_s),
         tpot_s=over(lambda turn: turn.tpot_s),
+        parts=ttft_parts(run.client.stages, begin_s, end_s),
+        ending=end,
         **msgspec.structs.asdict(lab_result(run, lab, links)),
     )
+
+
+def ttft_parts(samples: Sequence[StageSample], begin_s: float, end_s: float) -> tuple[float, ...]:
+    """Return the mean seconds of each part of TTFT between two times, in the order of ``PARTS``.
+
+    They are per request that got its first token in that time.  A split read is two reads at the
+    same time: if there were more reads than requests, the part is the mean of a read.  Empty if
+    there are too few samples, or no request got its first token.
+    """
+    inside = [sample for sample in samples if begin_s <= sample.time_s <= end_s]
+    if len(inside) < 2 or not (requests := inside[-1].first_tokens - inside[0].first_tokens):
+        return ()
+    first, last = inside[0], inside[-1]
+    reads = last.counts.get(RequestStage.READ, 0.0) - first.counts.get(RequestStage.READ, 0.0)
+
+    def mean_s(stages: Sequence[RequestStage]) -> float:
+        spent_s = sum(last.seconds.get(s, 0.0) - first.seconds.get(s, 0.0) for s in stages)
+        return spent_s / (max(requests, reads) if RequestStage.READ in stages else requests)
+
+    return tuple(mean_s(stages) for stages in PARTS.values())
 
 
 def draw(raw: RawData[OnlineSettings, Point]) -> Page:
@@ -163,10 +227,8 @@ def draw(raw: RawData[OnlineSettings, Point]) -> Page:
     found = {mode: searched(settings, points) for mode, points in by_mode.items() if points}
     return Page(
         settings=(
-            *setting_lines(settings.jct)[:-1],
-            f"Poisson arrivals for {settings.arrive_s:g} s on {settings.jct.nodes[0]}, starting "
-            f"with an empty system; latencies of turns that began after {_FILLING:.0%} of that "
-            "time.",
+            *setting_lines(settings.jct, arriving=True)[:-1],
+            _method(settings),
             f"SLO: mean TTFT at most {settings.ttft_slo_s:g} s, mean TPOT at most "
             f"{settings.tpot_slo_s * 1e3:g} ms.",
             f"Rates by bisection from {settings.first_agents_per_s:g} agents/s, between "
@@ -176,12 +238,32 @@ def draw(raw: RawData[OnlineSettings, Point]) -> Page:
             *link_lines(raw.results),
             *load_lines(raw, raw.results),
         ),
-        tables=(_capacities(found), _latencies(settings, raw.results)),
-        panels=tuple(
-            _panel(raw.results, settings.jct.mode, name) for name in ("ttft_s", "ttst_s", "tpot_s")
+        tables=(
+            _capacities(found),
+            _latencies(settings, raw.results),
+            *([_parts_table(raw.results)] if any(p.parts for p in raw.results) else []),
+        ),
+        panels=(
+            *(_panel(raw.results, settings.jct.mode, n) for n in ("ttft_s", "ttst_s", "tpot_s")),
+            *_parts_panels(raw.results, settings.jct.mode),
         ),
         results=tuple(_key_results(found, settings.precision)),
         too_busy=too_busy(raw.results),
+    )
+
+
+def _method(settings: OnlineSettings) -> str:
+    arrivals = f"Poisson arrivals on {settings.jct.nodes[0]}, starting with an empty system"
+    if settings.ends is Ends.DONE:
+        return (
+            f"{arrivals}, for {settings.arrive_s:g} s; latencies of turns that began after "
+            f"{_FILLING:.0%} of that time."
+        )
+    return (
+        f"{arrivals}. A run ends when the mean TTFT over a sliding {settings.window_s:g} s exceeds "
+        f"the limit, or is within {EndRule().variation:.0%} of what it was "
+        f"{settings.lookback_s:g} s before, after {settings.longest_s:g} s at the latest; "
+        "latencies are those of the last window."
     )
 
 
@@ -257,6 +339,37 @@ def _times(found: Distribution | None, factor: float, form: str) -> tuple[str, .
     return tuple(form.format(value * factor) for value in (found.mean, found.p50, found.p99))
 
 
+def _parts_table(points: Sequence[Point]) -> Table:
+    """Return the parts of TTFT (Fig. 12); the rest is HTTP, the messages to engines, retries."""
+    rows = tuple(
+        (
+            p.mode.value,
+            f"{p.agents_per_s:.3g}",
+            *(f"{part:.3f}" for part in p.parts),
+            f"{p.ttft_s.mean:.3f}",
+            NOTHING if p.ending is None else f"{p.ending.rule}, {p.ending.at_s:.0f} s",
+        )
+        for p in points
+        if p.parts and p.ttft_s is not None
+    )
+    columns = ("mode", "agents/s", *(f"{part} s" for part in PARTS), "TTFT mean s", "ended")
+    return Table("Parts of TTFT, means in the order of runs", columns, rows)
+
+
+def _parts_panels(points: Sequence[Point], modes: Sequence[Mode]) -> Iterator[Panel]:
+    for mode in modes:
+        # A rate that was run several times is drawn once, with its last run.
+        own = {p.agents_per_s: p for p in points if p.mode is mode and p.parts}
+        rates = sorted(own)
+        names = tuple(f"{rate:.3g}" for rate in rates)
+        series = tuple(
+            Series(part, names, tuple(own[rate].parts[index] for rate in rates))
+            for index, part in enumerate(PARTS)
+        )
+        if own:
+            yield Panel(f"Parts of TTFT, {mode.value}", "stacked", "agents/s", "mean, s", series)
+
+
 def _panel(points: Sequence[Point], modes: Sequence[Mode], name: str) -> Panel:
     series = []
     for mode in modes:
@@ -298,6 +411,6 @@ ONLINE = Experiment(
     draw=draw,
     summary=_summary,
     too_busy=lambda settings, result: spoilt(settings.jct, result),
-    fixed=("repeat", "vllm"),
+    fixed=("repeat",),
     published=_published,
 )

@@ -26,6 +26,7 @@ from dualpath_lab.nodes.janitor import temporary_lab
 from dualpath_lab.nodes.machine import lab_folder, prefix
 from dualpath_lab.nodes.node_processes import NodeCommand, NodeProcesses
 from dualpath_lab.nodes.settings import LabSettings
+from dualpath_sim.evaluation.runs import EndRule
 from dualpath_sim.harness.experiment import RawData
 
 #: Cache salt of all runs' agents; equal in all runs of a lab, so that they share stored histories.
@@ -108,15 +109,25 @@ class LabRun:
         """How its links are shaped."""
         return link_reports(self.state)
 
-    def run(self, mode: Mode, options: ReplayOptions, engines: Engines | None = None) -> Measured:
-        """Replay all agents in a mode and return the measured run.
+    def run(
+        self,
+        mode: Mode,
+        options: ReplayOptions,
+        engines: Engines | None = None,
+        *,
+        end_rule: EndRule | None = None,
+        longest_s: float = 0.0,
+    ) -> Measured:
+        """Replay agents in a mode and return the measured run; see ``ClientTask`` for its end.
 
         Raises ``EngineLostError`` if a process or turn fails.
         """
         chosen = engines or self._engines
         storage = self._storage_with_histories(mode, options.seed, chosen)
         before = self._history_trace if self._warm and mode.moves_bytes else None
-        metered = self._once(mode, options, self._trace, storage, chosen, before)
+        metered = self._once(
+            *(mode, options, self._trace, storage, chosen, before), end_rule, longest_s
+        )
         return Measured(mode=mode, **msgspec.structs.asdict(metered))
 
     def _storage_with_histories(self, mode: Mode, seed: int, engines: Engines) -> str:
@@ -158,6 +169,8 @@ class LabRun:
         storage: str,
         engines: Engines,
         before: Path | None = None,
+        end_rule: EndRule | None = None,
+        longest_s: float = 0.0,
     ) -> Metered:
         logs = self._work / "logs"
         shutil.rmtree(logs, ignore_errors=True)
@@ -171,6 +184,8 @@ class LabRun:
             options=msgspec.structs.replace(options, run_id=RUN_ID),
             engine_metrics=engines.verifies,
             start_timeout_s=START_TIMEOUT_S,
+            end_rule=end_rule,
+            longest_s=longest_s,
         )
         with NodeProcesses(self.state, logs) as processes:
             for command in commands:

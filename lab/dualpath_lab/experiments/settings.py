@@ -83,7 +83,7 @@ class History(enum.StrEnum):
 
 
 class WindowSettings(Settings, frozen=True, kw_only=True):
-    """``agents`` windows of ``turns`` turns of long trajectories.
+    """``agents`` windows of ``turns`` turns of long trajectories, or ``whole`` trajectories.
 
     ``even`` generates lengths without spread, so that all agents end at about the same time.
     ``longest_pause_s`` limits recorded tool times, of which a few would dominate a run; replays
@@ -102,6 +102,10 @@ class WindowSettings(Settings, frozen=True, kw_only=True):
     turns: Annotated[
         int, Setting("turns of an agent, its window of a trajectory", ge=1, le=10_000)
     ] = 4
+    whole: Annotated[
+        bool,
+        Setting("replay whole trajectories from their first turn to their last, as in §7.4"),
+    ] = False
     scale: Annotated[float, Setting("factor of all token counts", ge=1e-4, le=100)] = 0.125
     scale_append: Annotated[
         float, Setting("factor of the tokens that replayed turns append (Fig. 9)", ge=1e-4, le=100)
@@ -155,6 +159,9 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
             le=8,
         ),
     ] = 1
+    dp_lock_step: Annotated[
+        bool, Setting("prefill engines of a group compute their passes in lock step")
+    ] = False
     speedup: Speedup = 50.0
     buffer_bytes: BufferBytes = 768 << 20
     dram_bytes: DramBytes = 0
@@ -410,8 +417,21 @@ class PostCost(msgspec.Struct, frozen=True):
 # Settings of the online experiment; this module imports no heavy dependencies.
 
 
+class Ends(enum.StrEnum):
+    """When a run with random arrivals ends."""
+
+    DONE = "done"
+    """Agents arrive for a fixed time, and the run ends when all are done."""
+    STEADY = "steady"
+    """The paper's rule (§7.4): in steady state, or above the limit of TTFT."""
+
+
 class OnlineSettings(Settings, frozen=True, kw_only=True):
-    """Agents arrive (Poisson) for ``arrive_s`` on one cluster, at rates found by bisection.
+    """Agents arrive (Poisson) on one cluster, at rates found by bisection.
+
+    With ``ends`` done they arrive for ``arrive_s``.  With ``ends`` steady they arrive until the
+    mean TTFT over the last ``window_s`` exceeds ``ttft_slo_s`` or is within 5 % of what it was
+    ``lookback_s`` before, for ``longest_s`` at most; latencies are those of that window.
 
     A rate meets the SLO if mean TTFT is at most ``ttft_slo_s`` and mean TPOT at most
     ``tpot_slo_s``.  ``agreeing_runs`` and ``most_runs`` apply to each mode's search
@@ -433,7 +453,31 @@ class OnlineSettings(Settings, frozen=True, kw_only=True):
         int, Setting("runs that must agree on each end of the bracket", ge=1, le=9)
     ] = 2
     most_runs: Annotated[int, Setting("maximum of runs per mode", ge=1, le=1000)] = 16
-    arrive_s: Annotated[float, Setting("time in which agents arrive", gt=0)] = 60.0
+    ends: Annotated[
+        Ends,
+        Setting(
+            "a run ends when all agents that arrive in {arrive_s} are done, or, as in §7.4, when "
+            "the mean TTFT is steady or above its limit"
+        ),
+    ] = Ends.DONE
+    arrive_s: Annotated[
+        float, Setting("time in which agents arrive if {ends} is done", gt=0, le=86400)
+    ] = 60.0
+    window_s: Annotated[
+        float, Setting("length of the sliding window of the mean TTFT", gt=0, le=86400)
+    ] = 150.0
+    lookback_s: Annotated[
+        float,
+        Setting(
+            "the mean TTFT is steady if it is within 5 % of what it was so long before (30 minutes "
+            "in the paper)",
+            ge=1,
+            le=86400,
+        ),
+    ] = 150.0
+    longest_s: Annotated[
+        float, Setting("maximum duration of a run if {ends} is steady", gt=0, le=86400)
+    ] = 900.0
     ttft_slo_s: Annotated[float, Setting("limit of the mean TTFT", gt=0)] = 2.0
     tpot_slo_s: Annotated[float, Setting("limit of the mean TPOT", gt=0)] = 0.05
 
@@ -450,6 +494,16 @@ class OnlineSettings(Settings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"{{nodes}} is {self.jct.nodes}; give one cluster for an online experiment"
             )
+        if self.ends is Ends.STEADY and self.longest_s < self.window_s + self.lookback_s:
+            raise ConfigError(
+                f"{{longest_s}} is {self.longest_s:g}, but a run can be steady only after "
+                f"{{window_s}} + {{lookback_s}} = {self.window_s + self.lookback_s:g} s; raise it"
+            )
+
+    @property
+    def agents_arrive_s(self) -> float:
+        """The time in which agents arrive at most."""
+        return self.longest_s if self.ends is Ends.STEADY else self.arrive_s
 
 
 # ----------------------------------------------------------------------------------- role settings

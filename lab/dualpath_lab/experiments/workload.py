@@ -3,7 +3,7 @@
 An agent of a lab starts in the middle of its trajectory: the KV of its earlier turns, its history,
 is stored before the run, and its next turns are replayed.  So a short run has the context lengths
 and hit rates of the whole trace, unlike the first turns of every trajectory.  With ``History.NONE``
-the windows are the first turns.
+the windows are the first turns, and with ``whole`` they are whole trajectories.
 
 Only token counts are taken from traces, of any format.  Turns only append: context that turns of
 the trace drop (compactions, edits) is replayed.
@@ -45,6 +45,8 @@ def windows(settings: WindowSettings) -> list[Window]:
     The start within a trajectory is drawn uniformly; equal settings give equal windows.
     Raises ``ConfigError`` if no trajectory is long enough.
     """
+    if settings.whole:
+        return _whole_trajectories(settings)
     fitting = (s for s in _sessions(settings) if s.turns > settings.turns)
     long_enough = list(islice(fitting, settings.agents))
     if not long_enough:
@@ -59,6 +61,16 @@ def windows(settings: WindowSettings) -> list[Window]:
         begin = 0 if settings.history is History.NONE else start
         found.append(_window(session, index, begin, settings))
     return found
+
+
+def _whole_trajectories(settings: WindowSettings) -> list[Window]:
+    sessions = list(islice((s for s in _sessions(settings) if s.turns), settings.agents))
+    if not sessions:
+        raise ConfigError(f"{settings.trace!r} has no trajectory with a turn; give another trace")
+    return [
+        _window(sessions[index % len(sessions)], index, 0, settings)
+        for index in range(settings.agents)
+    ]
 
 
 def working_set_tokens(found: Sequence[Window]) -> int:
@@ -143,13 +155,14 @@ def _window(session: TokenSession, agent: int, start: int, settings: WindowSetti
     history = _scaled(met.context_tokens, settings.scale) if met.context_tokens else 0
     append = settings.scale * settings.scale_append
     generate = settings.scale * settings.scale_generate
+    end = None if settings.whole else start + settings.turns
     rounds = [
         Round(
             _scaled(r.append_tokens, append),
             _scaled(r.generated_tokens, generate),
             min(r.delay_s, settings.longest_pause_s),
         )
-        for r in session.trajectory.rounds[start : start + settings.turns]
+        for r in session.trajectory.rounds[start:end]
     ]
     # No tool runs before the first turn of the window.
     first = Round(history + rounds[0].append_tokens, rounds[0].generated_tokens)

@@ -181,6 +181,11 @@ class ComputeQuota:
         self._empty = True
         self._closed = False
 
+    def seconds(self, chunks: Iterable[Chunk]) -> float:
+        """Return the predicted attention time of a batch of these chunks, 0 for an empty one."""
+        flops = [self._geometry.flops(cached, bsz) for cached, bsz in chunks]
+        return self._estimate.seconds(sum(flops)) if flops else 0.0
+
     @property
     def predicted_s(self) -> float:
         """Predicted attention time of the batch so far, 0 while it is empty."""

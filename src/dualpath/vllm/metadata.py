@@ -107,6 +107,7 @@ class StepMetadata(KVConnectorMetadata):
     ``rejected``: invalid prefill transfers and the reason, by the transfer's request id.
     ``refused``: vLLM's ids of requests that this engine must not compute.
     ``ended``: decode transfers of finished requests, by the transfer's request id.
+    ``predicted_attention_s``: the compute quota's prediction for this step's attention, 0 without.
     """
 
     prefills: list[PrefillChunk] = field(default_factory=list)
@@ -116,3 +117,4 @@ class StepMetadata(KVConnectorMetadata):
     generated: list[GeneratedBlock] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     free_hbm_tokens: int | None = None
+    predicted_attention_s: float = 0.0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 from vllm.distributed.parallel_state import get_dp_group, get_tp_group
 
 from dualpath.core.blocks import PartSlice
@@ -21,6 +22,7 @@ from dualpath.engine.ranks.rank import RankPlace, rank_place
 from dualpath.engine.settings import NET_DEVICES, EngineSettings
 from dualpath.transport.nic_pairing import PairedPort, local_nic_pairing
 from dualpath.vllm.cache_layers import specs_of
+from dualpath.vllm.profiling import LockStep
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -61,6 +63,16 @@ def agree_on_group(engine_id: str, parallel: "ParallelConfig") -> GroupRank | No
         parallel.data_parallel_size,
         at_server=_number_at_server(parallel),
     )
+
+
+def lock_step_of(parallel: "ParallelConfig") -> LockStep | None:
+    """Return how this engine times passes together with its data-parallel group, None without one.
+
+    The store is that of torch's default process group, which has the ranks of all engines.
+    """
+    if parallel.data_parallel_size == 1:
+        return None
+    return LockStep(_get_default_store(), parallel.data_parallel_rank, parallel.data_parallel_size)
 
 
 def group_problems(parallel: "ParallelConfig") -> list[str]:

@@ -5,9 +5,11 @@ import hashlib
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -126,6 +128,9 @@ _REPEATS, _MOST_REPEATS = 2, 4
 _COMPILED_FACTOR = 1.5
 #: Value that the first rank broadcasts in place of a number of cached tokens to end profiling.
 NO_MORE_PASSES = -1
+#: How long a rank of a data-parallel group waits for the others, before the first pass and after
+#: each of them.  They come to it within seconds of each other, as vLLM's warm-up is in lock step.
+GROUP_WAIT_S = 60.0
 _REQUEST = "dualpath-profile"
 
 
@@ -159,6 +164,64 @@ class AttentionStopwatch:
         self.seconds += time.perf_counter() - self._began_s
 
 
+class MeasuredPass(NamedTuple):
+    """A pass of a serving engine; the times of begin and end are on the trace's clock."""
+
+    predicted_s: float
+    measured_s: float
+    start_ns: int
+    end_ns: int
+
+
+class AttentionClock:
+    """Measures the attention of a serving engine's passes without waiting for its device.
+
+    ``on_gpu``: a GPU times events in its stream; a pass is known once the last of them has passed.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._began: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+        #: Passes whose events may not have passed; the oldest are dropped if a GPU falls behind.
+        self._passes: deque[tuple[list[tuple[Any, Any]], float, int, int]] = deque(maxlen=16)
+
+    def begin(self) -> None:
+        """A layer's attention begins."""
+        self._began = self._mark()
+
+    def end(self) -> None:
+        """A layer's attention has been computed, or queued on a GPU."""
+        self._spans.append((self._began, self._mark()))
+
+    def pass_over(self, predicted_s: float, start_ns: int, end_ns: int) -> None:
+        """All layers of a pass have been computed, or queued on a GPU."""
+        if self._spans:
+            self._passes.append((self._spans, predicted_s, start_ns, end_ns))
+        self._spans = []
+
+    def take(self) -> Iterator[MeasuredPass]:
+        """Yield the passes that have been measured since the last call."""
+        while self._passes and self._has_passed(self._passes[0][0][-1][1]):
+            spans, predicted_s, start_ns, end_ns = self._passes.popleft()
+            measured_s = sum(map(self._seconds, spans))
+            yield MeasuredPass(predicted_s, measured_s, start_ns, end_ns)
+
+    def _mark(self) -> Any:  # noqa: ANN401 - seconds, or an event of torch
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _has_passed(self, mark: Any) -> bool:  # noqa: ANN401
+        return not self._on_gpu or bool(mark.query())
+
+    def _seconds(self, span: tuple[Any, Any]) -> float:
+        begin, end = span
+        return float(begin.elapsed_time(end)) / 1e3 if self._on_gpu else end - begin
+
+
 class PassLimits:
     """How large a pass may be: ``blocks`` of ``block_tokens`` in HBM, tokens computed, context."""
 
@@ -184,33 +247,211 @@ class PassLimits:
             cached = min(2 * cached, self._most_cached)
 
 
-def time_passes(
-    runner: PassRunner,
-    stopwatch: AttentionStopwatch,
-    limits: PassLimits,
-    group: RankGroup = ONE_RANK,
-) -> list[TimedPass]:
+class SharedKeys(Protocol):
+    """The part of torch's ``Store`` that the ranks of a group use."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key that is set."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Return when all keys are set; raises ``RuntimeError`` after ``timeout``."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key that is not set if ``expected`` is empty; return its value."""
+
+
+class LockStep:
+    """The timed passes of a data-parallel group: its ranks compute each one at the same time.
+
+    All ranks must compute the same passes, as each waits in the others' collectives.  The first
+    rank decides which pass is next.  Decisions and results are keys of a store that the ranks
+    share, so that each wait for another rank has a limit.
+    """
+
+    def __init__(
+        self, keys: SharedKeys, rank: int, size: int, wait_s: float = GROUP_WAIT_S
+    ) -> None:
+        self._keys = keys
+        self._rank = rank
+        self._size = size
+        self._limit = timedelta(seconds=wait_s)
+        self._passes = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides which pass is next."""
+        return self._rank == 0
+
+    def begin(self, wanted: bool, blocks: int) -> int | None:
+        """Return the least number of KV blocks of any rank, or None if no passes are timed now.
+
+        Passes are timed if all ranks take part, and at least one of them ``wanted`` it.  A rank
+        that is late finds the decision that the others have made without it.
+        """
+        self._keys.set(self._key("ready", self._rank), f"{wanted:d} {blocks}")
+        decision = "none late"
+        if self.leads:
+            if self._are_set([self._key("ready", rank) for rank in range(self._size)]):
+                decision = self._decision()
+        elif self._are_set([self._key("begin")]):
+            decision = ""
+        # The first decision counts: a rank that has stopped waiting must not be waited for.
+        made = self._keys.compare_set(self._key("begin"), "", decision) if decision else b""
+        words = (made or self._keys.get(self._key("begin"))).decode().split()
+        if words[0] == "blocks":
+            return int(words[1])
+        if words[1] == "late":
+            log.warning(
+                "a rank of the data-parallel group was not ready within %g s, so its passes are "
+                "not timed: costs of earlier starts or assumed ones are used; restart the group, "
+                "or set profile to a file of `dualpath profile`",
+                self._limit.total_seconds(),
+            )
+        return None
+
+    def _decision(self) -> str:
+        found = [
+            self._keys.get(self._key("ready", rank)).decode().split() for rank in range(self._size)
+        ]
+        if not any(wanted == "1" for wanted, _ in found):
+            return "none wanted"
+        return f"blocks {min(int(blocks) for _, blocks in found)}"
+
+    def next_pass(self, cached: int = NO_MORE_PASSES) -> int:
+        """Return the cached tokens of the next pass on all ranks; the first rank gives them.
+
+        ``NO_MORE_PASSES`` ends the passes.  Raises ``ConfigError`` if the first rank is missing.
+        """
+        self._passes += 1
+        key = self._key("pass", self._passes)
+        if self.leads:
+            self._keys.set(key, str(cached))
+            return cached
+        if not self._are_set([key]):
+            raise self._missing("the first rank has not begun another timed pass")
+        return int(self._keys.get(key))
+
+    def computed(self, failure: str = "") -> None:
+        """Wait until all ranks have computed the pass.
+
+        Raises ``_PassFailedError`` if it failed at any rank, ``ConfigError`` if a rank is missing:
+        its collectives would meet those of other steps.
+        """
+        self._keys.set(self._key("result", self._passes, self._rank), failure or "computed")
+        keys = [self._key("result", self._passes, rank) for rank in range(self._size)]
+        if not self._are_set(keys):
+            raise self._missing("a rank has not ended a timed pass")
+        results = [self._keys.get(key).decode() for key in keys]
+        failed = [result for result in results if result != "computed"]
+        if failed:
+            raise _PassFailedError(failed[0])
+
+    def _are_set(self, keys: list[str]) -> bool:
+        try:
+            self._keys.wait(keys, self._limit)
+        except RuntimeError:
+            return False
+        return True
+
+    def _missing(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{what} of its data-parallel group within {self._limit.total_seconds():g} s; see the "
+            "logs of the other ranks, or set {profile} to off or to a file of `dualpath profile`"
+        )
+
+    @staticmethod
+    def _key(*words: object) -> str:
+        return "/".join(["dualpath-profile", *map(str, words)])
+
+
+class PassTimer:
+    """Times passes on all ranks of an engine and of its data-parallel group, if it has one.
+
+    The first rank of each engine has a timer; the engine's others call ``repeat_passes``.
+    """
+
+    def __init__(
+        self,
+        runner: PassRunner,
+        stopwatch: AttentionStopwatch,
+        limits: PassLimits,
+        group: RankGroup = ONE_RANK,
+        lock_step: LockStep | None = None,
+    ) -> None:
+        self.limits = limits
+        self._runner = runner
+        self._stopwatch = stopwatch
+        self._group = group
+        self._lock_step = lock_step
+
+    def time(self, cached: int) -> TimedPass:
+        """Time one pass; raises ``_PassFailedError`` if it cannot be computed at some rank."""
+        if self._lock_step is None:
+            return self._time(cached)
+        if self._lock_step.leads:
+            self._lock_step.next_pass(cached)
+        try:
+            timed = self._time(cached)
+        except _PassFailedError as error:
+            self._lock_step.computed(str(error))
+            raise
+        self._lock_step.computed()
+        return timed
+
+    def _time(self, cached: int) -> TimedPass:
+        self._group.broadcast(cached)
+        return _time(self._runner, self._stopwatch, self.limits, cached)
+
+    def run(self) -> list[TimedPass]:
+        """Return the timed passes, as ``time_passes`` or, if another rank leads, as it decides."""
+        step = self._lock_step
+        if step is None:
+            return time_passes(self)
+        if not step.leads:
+            return self._follow(step)
+        try:
+            return time_passes(self)
+        finally:
+            step.next_pass(NO_MORE_PASSES)
+
+    def _follow(self, lock_step: LockStep) -> list[TimedPass]:
+        best: dict[int, TimedPass] = {}
+        is_first = True
+        while (cached := lock_step.next_pass()) != NO_MORE_PASSES:
+            try:
+                timed = self.time(cached)
+            except _PassFailedError as error:
+                log.warning("%s; no more passes are timed", error)
+                continue
+            if not is_first and (cached not in best or timed.pass_s < best[cached].pass_s):
+                best[cached] = timed
+            is_first = False
+        return list(best.values())
+
+
+def time_passes(timer: PassTimer) -> list[TimedPass]:
     """Return passes of one size after increasing numbers of cached tokens, the best of two runs.
 
     A pass in which kernels were compiled is repeated, and its time is not part of the budget.
 
-    The number of passes depends on their time, so each is broadcast to the engine's other ranks.
+    The number of passes depends on their time, so the timer announces each to all other ranks.
 
     Returns fewer than two passes if no more fit or none can be computed.  Raises ``ConfigError`` if
     vLLM cannot continue after a failed pass.
     """
     timed: list[TimedPass] = []
-    if not limits.bsz:
+    if not timer.limits.bsz:
         return timed
     try:
-        group.broadcast(0)
-        _time(runner, stopwatch, limits, 0)  # The first pass is slower than any other.
+        timer.time(0)  # The first pass is slower than any other.
         measured_s = 0.0
-        for cached in limits.cached():
+        for cached in timer.limits.cached():
             runs: list[TimedPass] = []
             while len(runs) < _REPEATS or (len(runs) < _MOST_REPEATS and _compiled(runs)):
-                group.broadcast(cached)
-                runs.append(_time(runner, stopwatch, limits, cached))
+                runs.append(timer.time(cached))
             timed.append(min(runs, key=lambda run: run.pass_s))
             # Each run of the next pass takes up to twice as long.
             measured_s += _REPEATS * timed[-1].pass_s
@@ -375,22 +616,28 @@ def find_costs(
     settings: EngineSettings,
     config: "VllmConfig",
     namespace: StoreNamespace,
-    time_passes: Callable[[], Sequence[TimedPass]],
+    time_passes: Callable[[bool], Sequence[TimedPass] | None],
     now_s: float,
 ) -> FoundCosts | None:
     """Return an engine's costs and their origin; None if passes cannot be timed.
+
+    ``time_passes`` gets whether this engine needs measured passes.  It returns None if none were
+    timed, and may time some that only other ranks of a data-parallel group need.
 
     ``now_s`` is Unix time.  Raises ``ConfigError`` if the file is not one of ``dualpath profile``,
     or if vLLM fails.
     """
     geometry = attention_geometry(config)
     if settings.profile != PROFILE_AUTO:
-        return FoundCosts(read_file(settings.profile, geometry), RateOrigin.FILE)
+        costs = read_file(settings.profile, geometry)
+        time_passes(False)
+        return FoundCosts(costs, RateOrigin.FILE)
     cache = CostsCache(cache_directory(), _of(settings, config, namespace))
     found = cache.load(now_s)
-    if found is not None and found.starts >= STARTS:
-        return _from_cache(found, now_s, cache)
-    passes = time_passes()
+    enough = found is not None and found.starts >= STARTS
+    passes = time_passes(not enough)
+    if passes is None or enough:
+        return None if found is None else _from_cache(found, now_s, cache)
     limit = config.model_config.max_model_len
     try:
         costs = from_passes(passes, geometry, fitted_attention(passes, geometry), limit)
@@ -435,9 +682,18 @@ def _of(
         "mode": settings.mode.value,
         "layer_buffers": str(settings.layer_buffers),
         "ranks": str(config.parallel_config.tensor_parallel_size),
+        **_place_in_group(config),
         "max_model_len": str(config.model_config.max_model_len),
         "max_num_batched_tokens": str(config.scheduler_config.max_num_batched_tokens),
     }
+
+
+def _place_in_group(config: "VllmConfig") -> dict[str, str]:
+    """Return the rank in a data-parallel group: its ranks may start on one machine at once."""
+    size = config.parallel_config.data_parallel_size
+    if size == 1:
+        return {}
+    return {"data-parallel rank": f"{config.parallel_config.data_parallel_rank} of {size}"}
 
 
 def _device() -> str:

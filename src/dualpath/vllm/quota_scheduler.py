@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from dualpath.policy.batching import ComputeQuota, LayerTimeEstimate
+from dualpath.policy.batching import Chunk, ComputeQuota, LayerTimeEstimate
 from dualpath.vllm.connector import settings_of
+from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.pass_costs import PassCosts
 from dualpath.vllm.profiling import attention_geometry
 
@@ -47,9 +48,15 @@ class QuotaScheduler(Scheduler):
         return self._quota
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":  # noqa: ANN401
-        """Reset the quota for a new batch, then schedule as vLLM does."""
+        """Reset the quota for a new batch, then schedule as vLLM does.
+
+        The worker gets the predicted attention time, to compare it with the measured one.
+        """
         self.quota.reset()
-        return super().schedule(*args, **kwargs)
+        scheduled = super().schedule(*args, **kwargs)
+        if isinstance(step := scheduled.kv_connector_metadata, StepMetadata):
+            step.predicted_attention_s = self.quota.seconds(chunks_of(scheduled))
+        return scheduled
 
     def _reserve_prefill_lookahead(
         self, request: "Request", num_computed_tokens: int, num_new_tokens: int
@@ -62,6 +69,18 @@ class QuotaScheduler(Scheduler):
         if bsz < remaining and (num_computed_tokens + bsz) % self.block_size:
             return 0  # vLLM's token budget ends within a block, so wait for the next batch.
         return bsz
+
+
+def chunks_of(scheduled: "SchedulerOutput") -> list[Chunk]:
+    """Return what a step computes, as pairs (cached, bsz)."""
+    computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+    running = scheduled.scheduled_cached_reqs
+    computed |= dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
+    return [
+        (computed[request_id], tokens)
+        for request_id, tokens in scheduled.num_scheduled_tokens.items()
+        if request_id in computed
+    ]
 
 
 def quota_for(

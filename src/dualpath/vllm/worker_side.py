@@ -46,17 +46,23 @@ from dualpath.vllm.kernel_patches import enable_amx_tiles, patch_cpu_lora_kernel
 from dualpath.vllm.kv_events import ConnectorEvents, connector_events
 from dualpath.vllm.metadata import DecodeWork, HeldBlocks, HeldBlocksMetadata, StepMetadata
 from dualpath.vllm.model_identity import adapters_of, kv_layout, model_fingerprint
-from dualpath.vllm.parallel_ranks import agree_on_group, with_load_exchange, with_own_nic
+from dualpath.vllm.parallel_ranks import (
+    agree_on_group,
+    lock_step_of,
+    with_load_exchange,
+    with_own_nic,
+)
 from dualpath.vllm.pass_costs import PassCosts, TimedPass
 from dualpath.vllm.profiling import (
     NO_MORE_PASSES,
+    AttentionClock,
     AttentionStopwatch,
     PassLimits,
     PassRunner,
+    PassTimer,
     find_costs,
     needs_costs,
     repeat_passes,
-    time_passes,
 )
 
 if TYPE_CHECKING:
@@ -112,6 +118,9 @@ class WorkerSide:
         #: Costs of forward passes, None until they are measured.
         self.costs: PassCosts | None = None
         self._stopwatch: AttentionStopwatch | None = None
+        #: Measures the attention of passes of which the quota has predicted it.
+        self._clock: AttentionClock | None = None
+        self._predicted_s, self._began_ns = 0.0, 0
         self._pass: ForwardPass | FollowedPass | None = None
         self._generated: list[GeneratedBlock] = []
         self._held = HeldBlocks()
@@ -171,6 +180,9 @@ class WorkerSide:
         here = layers[0][0].device
         enable_amx_tiles(here)
         device = open_device(here, self._settings.device_copies)
+        predicts = self._prefills and self._settings.mode.compute_quota
+        measures = predicts and self._place.group.rank == 0
+        self._clock = AttentionClock(on_gpu=here.type == "cuda") if measures else None
         self._synchronize = torch.cuda.synchronize if layers[0][0].is_cuda else _nothing_queued
         if self._settings.share_loads and self._prefills:
             self._place = with_load_exchange(self._place, get_tp_group(), layers, self._num_blocks)
@@ -231,18 +243,17 @@ class WorkerSide:
             return
         group = self._place.group
         if group.rank:
-            repeat_passes(runner, self._pass_limits(), group)
+            if (blocks := group.broadcast(NO_MORE_PASSES)) != NO_MORE_PASSES:
+                repeat_passes(runner, self._pass_limits(blocks), group)
             return
         self._stopwatch = AttentionStopwatch(self._synchronize)
-        time_them = functools.partial(
-            time_passes, runner, self._stopwatch, self._pass_limits(), group
-        )
-        if self._config.parallel_config.data_parallel_size > 1:
-            # The number of passes depends on their time, so ranks in lock step would hang.
-            time_them = functools.partial(_no_passes, self._settings.engine_id)
         try:
             found = find_costs(
-                self._settings, self._config, self._namespace(), time_them, time.time()
+                self._settings,
+                self._config,
+                self._namespace(),
+                functools.partial(self._time_passes, runner, self._stopwatch),
+                time.time(),
             )
         finally:
             self._stopwatch = None
@@ -251,10 +262,26 @@ class WorkerSide:
             self.costs = found.costs
             self._joined().set_compute_rate(found.rate, found.costs.computed_weight)
 
-    def _pass_limits(self) -> PassLimits:
+    def _time_passes(
+        self, runner: PassRunner, stopwatch: AttentionStopwatch, wanted: bool
+    ) -> list[TimedPass] | None:
+        """Time passes if this engine, or a rank of its data-parallel group, ``wanted`` it."""
+        group, blocks = self._place.group, self._num_blocks - 1
+        lock_step = lock_step_of(self._config.parallel_config)
+        if lock_step is not None:
+            agreed = lock_step.begin(wanted, blocks)
+            if agreed is None:
+                return None
+            blocks = agreed
+        elif not wanted:
+            return None
+        limits = self._pass_limits(group.broadcast(blocks))
+        return PassTimer(runner, stopwatch, limits, group, lock_step).run()
+
+    def _pass_limits(self, blocks: int) -> PassLimits:
         return PassLimits(
             self.geometry.block_tokens,
-            self._num_blocks - 1,
+            blocks,
             self._config.scheduler_config.max_num_batched_tokens,
             self._config.model_config.max_model_len,
         )
@@ -323,6 +350,8 @@ class WorkerSide:
         if self._membership is not None:
             self._tell_router(self._membership, step)
         if step.prefills:
+            self._predicted_s = step.predicted_attention_s
+            self._began_ns = time.monotonic_ns()
             self._pass = self._begin_pass(step.prefills)
             self._wait_for_early_read(0)
         for work in step.decodes:
@@ -364,6 +393,8 @@ class WorkerSide:
         """Block until a layer's stored KV is in HBM."""
         if self._pass is not None:
             self._pass.wait_loaded(self._layers[layer_name])
+            if self._clock is not None:
+                self._clock.begin()
         if self._stopwatch is not None:
             self._stopwatch.begin()
 
@@ -372,6 +403,8 @@ class WorkerSide:
         if self._stopwatch is not None:
             self._stopwatch.end()
         if self._pass is not None:
+            if self._clock is not None:
+                self._clock.end()
             self._pass.computed(self._layers[layer_name])
             self._wait_for_early_read(self._layers[layer_name] + 1)
 
@@ -386,6 +419,7 @@ class WorkerSide:
     def end_step(self) -> None:
         """Finish this step's transfers; called after the forward pass."""
         if self._pass is not None:
+            self._measure_attention()
             self._pass.finish({})
             self._pass = None
         if self._generated and (self._membership is not None or self._follower is not None):
@@ -394,6 +428,15 @@ class WorkerSide:
         if self._membership is not None:
             self._membership.manager.made_step()
             self._membership.changed()
+
+    def _measure_attention(self) -> None:
+        """Count the passes of which the attention is measured by now."""
+        if self._clock is None or self._membership is None:
+            return
+        now_ns = self._membership.manager.trace.now_ns()
+        self._clock.pass_over(self._predicted_s, self._began_ns, now_ns)
+        for one in self._clock.take():
+            self._membership.manager.attention.passed(*one)
 
     def take_copied(self) -> tuple[set[str], set[str]]:
         """Return the requests copied since the last call, and the requests that failed."""
@@ -427,12 +470,3 @@ def _nothing_queued() -> None:
 
 def _first(names: str | list[str] | None) -> str | None:
     return names[0] if isinstance(names, list) else names
-
-
-def _no_passes(engine_id: str) -> list[TimedPass]:
-    log.warning(
-        "engine %s is a rank of a data-parallel group, so its passes are not timed; set profile "
-        "to a file of `dualpath profile`",
-        engine_id,
-    )
-    return []

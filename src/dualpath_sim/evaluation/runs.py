@@ -242,6 +242,22 @@ TPOT_LIMIT_S = 0.05
 WINDOW_S = 150.0
 LOOKBACK_S = 1800.0
 VARIATION = 0.05
+
+
+class EndRule(msgspec.Struct, frozen=True, kw_only=True):
+    """The rule of §7.4 that ends an experiment with Poisson arrivals; the defaults are the paper's.
+
+    A run ends when the mean TTFT over the last ``window_s`` exceeds ``ttft_limit_s``, or differs by
+    less than ``variation``, a share, from what it was ``lookback_s`` before.
+    """
+
+    ttft_limit_s: float = TTFT_LIMIT_S
+    window_s: float = WINDOW_S
+    lookback_s: float = LOOKBACK_S
+    variation: float = VARIATION
+
+
+PAPERS_RULE = EndRule()
 #: The rule is evaluated this often.
 STEP_S = 1.0
 #: Shadows of Fig. 10: the lowest and highest mean over pieces of the last window.
@@ -302,27 +318,31 @@ class OnlineRun(msgspec.Struct, frozen=True, kw_only=True, tag="online"):
         return tokens * self.kv_bytes_per_token
 
 
-def ending(first_token_s: FloatArray, ttft_s: FloatArray, horizon_s: float) -> Ending:
-    """Return when the rule of §7.4 ends an experiment.
+def ending(
+    first_token_s: FloatArray,
+    ttft_s: FloatArray,
+    horizon_s: float,
+    rule: EndRule = PAPERS_RULE,
+) -> Ending:
+    """Return when ``rule`` ends an experiment; it is applied to the first tokens so far.
 
-    Every second from the first full window on: the mean TTFT of the first tokens of the last
-    ``WINDOW_S`` exceeds ``TTFT_LIMIT_S``, or is within ``VARIATION`` of what it was
-    ``LOOKBACK_S`` before.  Windows without a first token decide nothing.
+    It is evaluated every second from the first full window on.  Windows without a first token
+    decide nothing.
     """
     order = np.argsort(first_token_s, kind="stable")
     times = first_token_s[order]
     sums = np.concatenate([[0.0], np.cumsum(ttft_s[order])])
-    steps = int((horizon_s - WINDOW_S) / STEP_S) + 1
-    ends_s = WINDOW_S + STEP_S * np.arange(max(steps, 0))
+    steps = int((horizon_s - rule.window_s) / STEP_S) + 1
+    ends_s = rule.window_s + STEP_S * np.arange(max(steps, 0))
     last = np.searchsorted(times, ends_s, side="right")
-    first = np.searchsorted(times, ends_s - WINDOW_S, side="right")
+    first = np.searchsorted(times, ends_s - rule.window_s, side="right")
     counts = last - first
     means = np.full(ends_s.size, np.nan)
     np.divide(sums[last] - sums[first], counts, out=means, where=counts > 0)
-    back = int(LOOKBACK_S / STEP_S)
+    back = max(int(rule.lookback_s / STEP_S), 1)
     steady = np.zeros(ends_s.size, dtype=bool)
-    steady[back:] = np.abs(means[back:] - means[:-back]) < VARIATION * means[:-back]
-    above = means > TTFT_LIMIT_S
+    steady[back:] = np.abs(means[back:] - means[:-back]) < rule.variation * means[:-back]
+    above = means > rule.ttft_limit_s
     reached = np.flatnonzero(above | steady)
     if not reached.size:
         return Ending(horizon_s, "horizon")

@@ -53,6 +53,7 @@ from dualpath.engine.control.assigned_requests import (
 from dualpath.engine.io.lookups import Lookups
 from dualpath.engine.io.persister import Persister, WriteShare
 from dualpath.engine.io.read_queue import ReadQueue, ReadTask
+from dualpath.engine.passes.attention_times import AttentionTimes
 from dualpath.engine.passes.device import Device, HostDevice
 from dualpath.engine.passes.generated import GeneratedBlock, GeneratedBlocks
 from dualpath.engine.passes.hbm_layout import HbmBlock, HbmLayout
@@ -112,6 +113,8 @@ class TrafficManager:
         self.geometry = geometry
         self.counters = counters = rank.counters
         self.trace = trace = rank.trace
+        #: Predicted and measured attention times of this engine's passes.
+        self.attention = AttentionTimes(trace, threads)
         self._threads = threads
         if node_dram is not None:
             storage = NodeDramStorage(storage, node_dram)
@@ -211,7 +214,7 @@ class TrafficManager:
                     self.active.unallocated_tokens() if self.settings.role is Role.DECODE else 0
                 ),
             ),
-            counters=self.counters.snapshot() | self._tier.totals(),
+            counters=self.counters.snapshot() | self._tier.totals() | self.attention.totals(),
             unhealthy=self.health(),
             steps=self._rank.health.steps,
         )

@@ -1,13 +1,26 @@
 """Metrics of engines: read from their latest reports at every scrape, nothing is stored here."""
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from dualpath.core.cluster import Role
 from dualpath.engine.counters import BYTES_OF, Counter
+from dualpath.engine.passes.attention_times import (
+    ERROR_BOUNDS,
+    MEASURED_S,
+    PREDICTED_S,
+    AttentionErrors,
+)
 from dualpath.plan import movements
 from dualpath.plan.traffic_class import TrafficClass
 from dualpath.router.scheduler.registry import EngineState, Registry
@@ -109,6 +122,7 @@ class EngineCollector:
         yield from _storage(reporting)
         totals = [(engine, engine.totals()) for engine in engines]
         yield _kv_bytes(totals)
+        yield from _attention(totals)
         for counter in Counter:
             if not counter.help:
                 continue
@@ -153,7 +167,7 @@ class EngineCollector:
 
 
 def text_format(families: Iterable[Metric]) -> bytes:
-    """Return counters and gauges in the Prometheus text format.
+    """Return counters, gauges and histograms in the Prometheus text format.
 
     As ``prometheus_client`` writes it, but in a fraction of the time: a scrape of many engines
     stops the router's event loop from streaming tokens.
@@ -164,7 +178,7 @@ def text_format(families: Iterable[Metric]) -> bytes:
         lines.append(f"# HELP {name} {family.documentation}\n# TYPE {name} {family.type}\n")
         for sample in family.samples:
             labels = ",".join([f'{key}="{_escaped(v)}"' for key, v in sample.labels.items()])
-            lines.append(f"{name}{{{labels}}} {float(sample.value)!r}\n")
+            lines.append(f"{sample.name}{{{labels}}} {float(sample.value)!r}\n")
     return "".join(lines).encode()
 
 
@@ -172,6 +186,31 @@ def _escaped(value: str) -> str:
     if value.isalnum():
         return value
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def _attention(totals: Sequence[tuple[EngineState, dict[str, float]]]) -> Iterator[Metric]:
+    """Yield predicted and measured attention times of engines that have measured a pass."""
+    for name, text in (
+        (PREDICTED_S, "Predicted attention time of forward passes that were measured."),
+        (MEASURED_S, "Measured attention time of forward passes."),
+    ):
+        family = CounterMetricFamily(f"dualpath:{name}", text, labels=_ENGINE_LABELS)
+        for engine, counted in totals:
+            if name in counted:
+                family.add_metric(_labels(engine), counted[name])
+        yield family
+    errors = HistogramMetricFamily(
+        "dualpath:attention_error_ratio",
+        "Relative error of the predicted attention time of forward passes.",
+        labels=_ENGINE_LABELS,
+    )
+    for engine, counted in totals:
+        found = AttentionErrors(counted)
+        if found.passes:
+            below = itertools.accumulate(found.counts)
+            bounds = ["+Inf" if math.isinf(bound) else str(bound) for bound in ERROR_BOUNDS]
+            errors.add_metric(_labels(engine), list(zip(bounds, below, strict=True)), found.sum)
+    yield errors
 
 
 def _usage(reporting: Callable[[], list[EngineState]]) -> Iterator[Metric]:

@@ -8,6 +8,7 @@ import msgspec
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.engine.counters import Counter
+from dualpath.engine.passes.attention_times import MEASURED_S, PREDICTED_S, AttentionErrors
 from dualpath.policy.events import Assignment
 from dualpath.router.observe.engine_metrics import bytes_by_path
 from dualpath.router.observe.metrics import RouterMetrics
@@ -157,6 +158,7 @@ def _engine(engine: EngineState, waits_for: str | None) -> dict[str, Any]:
         "alive": engine.alive,
         "paused": sorted(engine.pauses),
         "rates": msgspec.to_builtins(info.rates),
+        "attention": _attention(engine),
         "seq": report.load.unfinished_requests if report else 0,
         "tok": report.load.unfinished_tokens if report else 0,
         "read_queue_tokens": report.load.read_queue_tokens if report else 0,
@@ -164,6 +166,21 @@ def _engine(engine: EngineState, waits_for: str | None) -> dict[str, Any]:
         "free_buffer_tokens": report.load.free_buffer_tokens if report else info.buffer_tokens,
         "quarantined_buffer_tokens": report.load.quarantined_buffer_tokens if report else 0,
         "cached_buffer_tokens": report.load.cached_buffer_tokens if report else 0,
+    }
+
+
+def _attention(engine: EngineState) -> dict[str, float | None] | None:
+    """Return how well the compute quota predicts an engine's passes, None if none was measured."""
+    totals = engine.totals()
+    errors = AttentionErrors(totals)
+    if not errors.passes:
+        return None
+    return {
+        "passes": errors.passes,
+        "predicted_s": totals[PREDICTED_S],
+        "measured_s": totals[MEASURED_S],
+        "error_mean": errors.mean,
+        "error_p95": errors.quantile(0.95),
     }
 
 

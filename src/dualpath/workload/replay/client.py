@@ -210,6 +210,7 @@ class ReplayRun:
         run_id: str,
         clock: Clock,
         progress: Progress,
+        each_turn: Callable[[TurnRecord], object] | None = None,
     ) -> None:
         """Prepare a run without sending anything; an empty ``run_id`` becomes a random one."""
         self.turns: list[TurnRecord] = []
@@ -222,6 +223,7 @@ class ReplayRun:
         self._run_id = run_id or uuid.uuid4().hex[:12]
         self._clock = clock
         self._progress = progress
+        self._each_turn = each_turn
         self._start_s = 0.0
         self._totals = (0, 0)
         self._turns_failed = 0
@@ -357,6 +359,8 @@ class ReplayRun:
 
     def _turn_over(self, record: TurnRecord) -> None:
         self.turns.append(record)
+        if self._each_turn is not None:
+            self._each_turn(record)
         self._turns_failed += record.error is not None
         if record.hit_tokens is not None:
             self._reported_prompt_tokens += record.prompt_tokens
@@ -434,6 +438,7 @@ async def replay(
     clock: Clock | None = None,
     cluster_endpoint: str = "",
     partial: bool = False,
+    each_turn: Callable[[TurnRecord], object] | None = None,
 ) -> ReplayResult:
     """Replay ``sessions`` against ``endpoint`` (``http://host:port``) and return the measurements.
 
@@ -441,7 +446,8 @@ async def replay(
     of one prompt that an earlier run with the same ``run_id`` has stored, so that the agent with
     the same id can hit it.  ``cluster_endpoint`` has the counters of engines if front ends are
     processes of their own.  Failed turns are in the result and raise no error.  ``partial``: if
-    this task is cancelled while agents run, return what has been measured.  Requests carry the
+    this task is cancelled while agents run, return what has been measured.  ``each_turn`` is called
+    with the record of each turn when the turn is over.  Requests carry the
     environment's ``VLLM_API_KEY``.  Raises ``ConfigError`` for invalid settings and
     ``EngineLostError`` if the endpoint does not answer at the start.
     """
@@ -459,7 +465,12 @@ async def replay(
         _warn_without_bytes(before, cluster_endpoint)
         setting = _setting(options, endpoint, model, model_limit, before, len(agents))
         run = ReplayRun(
-            http, setting, options.run_id, clock or RealClock(), progress or NoProgress()
+            http,
+            setting,
+            options.run_id,
+            clock or RealClock(),
+            progress or NoProgress(),
+            each_turn,
         )
         vocabulary = Vocabulary(options.seed, setting.token_low, setting.token_high, encode)
         vocabulary.check()
