@@ -41,12 +41,14 @@ def test_reads_of_all_threads_of_both_engines_are_transfers() -> None:
     decode = {"storage 1": [span(3.5, 5)], "storage 2": [span(6, 7)]}
     parts = time_parts(response(0.0, 10.0), prefill, decode)
     assert parts.transfers_s == pytest.approx(4.0)
-    assert parts.reads_s == pytest.approx(5.0)
+    assert parts.reads_s == pytest.approx(1.0)
 
 
-def test_periods_and_their_gaps_are_the_whole_of_ttft() -> None:
+def test_other_is_the_sum_of_the_gaps_in_five_periods() -> None:
+    compared = Span("compare", 3.25, 3.5, {})
     prefill = {
         "storage 3": [span(1, 2), span(0.0, 0.2)],  # the second one is of an earlier request
+        "engine": [compared, Span("pass", 3.5, 8, {})],
         "load": [span(4, 5), span(6, 6.5)],
         "send": [span(6.75, 7)],
         "compute": [span(5, 6.75)],
@@ -57,32 +59,29 @@ def test_periods_and_their_gaps_are_the_whole_of_ttft() -> None:
         TtftParts(
             ttft_s=8.5,
             transfers_s=1.0 + 0.5 + 1.0 + 0.5 + 0.25,
-            computation_s=0.25 + 0.25,
-            other_s=0.5 + 0.5 + 1.0 + 0.75 + 2.0,
-            first_read_s=0.5,
-            reads_s=2.0,
-            first_load_s=1.0,
-            layers_s=3.0,
-            token_s=2.0,
-            between_s=0.5 + 0.75,
+            computation_s=0.25 + 0.25 + 0.25,
+            other_s=0.5 + 0.5 + 0.75 + 0.75 + 2.0,
+            to_read_s=0.5,
+            reads_s=0.5,
+            to_load_s=0.75,
+            layers_s=0.75,
+            to_token_s=2.0,
         )
     )
 
 
-def test_layers_that_are_loaded_before_the_last_read_ends_leave_no_time_before_the_first_load() -> (
-    None
-):
-    prefill = {"storage": [span(1, 5)], "load": [span(4, 6)], "send": [span(6, 7)]}
+def test_no_time_is_to_the_first_load_where_loads_begin_before_the_last_read_ends() -> None:
+    prefill = {"storage": [span(1, 5)], "load": [span(4, 6)], "send": [span(6.5, 7)]}
     parts = time_parts(response(0.0, 8.0), prefill, {})
-    assert parts.first_load_s == pytest.approx(0.0)
-    assert parts.other_s == pytest.approx(parts.first_read_s + parts.token_s)
-    assert parts.between_s == pytest.approx(0.0)
+    assert parts.to_load_s == pytest.approx(0.0)
+    assert parts.layers_s == pytest.approx(0.5)
+    assert parts.other_s == pytest.approx(1.0 + 0.5 + 1.0)
 
 
 def test_a_prompt_without_stored_blocks_has_no_reads() -> None:
     parts = time_parts(response(1.0, 9.0), {"send": [span(4, 5)]}, {})
-    assert (parts.first_read_s, parts.reads_s) == (0.0, 0.0)
-    assert parts.first_load_s == pytest.approx(3.0)
+    assert (parts.to_read_s, parts.reads_s) == (0.0, 0.0)
+    assert parts.to_load_s == pytest.approx(3.0)
 
 
 def test_holes_divide_spans() -> None:
