@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from dualpath.core.blocks import are_tokens
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
@@ -93,10 +94,7 @@ class Admission:
                 "router"
             )
         vocab_size = self._settings.vocab_size
-        if (
-            request.token_ids
-            and not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size
-        ):
+        if not are_tokens(request.token_ids, vocab_size):
             raise BadRequestError(
                 f"request {request.request_id} has token ids from {min(request.token_ids)} to "
                 f"{max(request.token_ids)}, but the vocabulary has 0 to {vocab_size - 1}; correct "

@@ -267,7 +267,7 @@ class TransferPump:
             log.exception("work of the transfer pump failed")
 
     def _finish_those_over(self, moving: list[Completion]) -> bool:
-        """Finish each transfer that is over, before the next is polled, which may copy its bytes."""
+        """Finish each transfer that is over before the next one is polled, which may copy bytes."""
         found = False
         for completion in moving:
             if not completion.is_over():
