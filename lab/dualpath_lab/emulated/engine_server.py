@@ -169,6 +169,11 @@ def max_tokens(request: GenerateRequest[Sampling]) -> int:
     return request.sampling_params.max_tokens
 
 
+#: Keys and seeds of a prompt of at most so many tokens take no longer than the wake-ups of another
+#: thread and of the event loop.
+SHORT_PROMPT_TOKENS = 4096
+
+
 class EngineBodies(msgspec.Struct, frozen=True):
     """``BodyLimits`` of an engine, for prompts of a few million tokens as JSON."""
 
@@ -375,7 +380,10 @@ class EngineServer:
         """Answer a request that carries its transfer."""
         try:
             transfer = self._admission.transfer(generate)
-            prefix = await asyncio.to_thread(self._admission.prefix, generate, transfer)
+            if len(generate.token_ids) <= SHORT_PROMPT_TOKENS:
+                prefix = self._admission.prefix(generate, transfer)
+            else:
+                prefix = await asyncio.to_thread(self._admission.prefix, generate, transfer)
             self._admission.check_prompt(generate, transfer, prefix)
         except DualPathError as error:
             return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)
