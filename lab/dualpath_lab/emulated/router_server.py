@@ -216,12 +216,17 @@ class RouterServer:
             return body_refused(error)
         except DualPathError as error:
             return error_answer(error)
-        answer = Answer(asked, job.request_id, job.prompt_tokens, self._model)
+        answer, streams = (
+            Answer(asked, job.request_id, job.prompt_tokens, self._model),
+            asked.stream,
+        )
+        # The job has the tokens of the prompt: the collector of garbage visits each one in a list.
+        del asked
         events = self._service.submit(job)
         try:
             # An error before the first token becomes an HTTP status, not an event of a stream.
             first = await anext(events)
-            if asked.stream:
+            if streams:
                 return await self._stream(request, answer, first, events)
             return json_answer(answer.whole([first, *[event async for event in events]]))
         except DualPathError as error:

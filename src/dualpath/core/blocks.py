@@ -140,7 +140,7 @@ def encoded_blocks(token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
     used = np.empty((whole, 5), np.bool_)
     for column, rule in enumerate((True, above_4, above_4, above_2, above_1)):
         used[:, column] = rule
-    encoded = items[used].tobytes()
+    encoded = np.compress(used.reshape(-1), items.reshape(-1)).tobytes()
     lengths = np.count_nonzero(used.reshape(-1, 5 * block_tokens), axis=1)
     ends = np.cumsum(lengths).tolist()
     return [head + encoded[at:end] for at, end in zip([0, *ends], ends, strict=False)]
