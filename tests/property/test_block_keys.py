@@ -6,7 +6,15 @@ import cbor2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualpath.core.blocks import KeyExtras, PromptItem, block_keys, chain_root, encoded_blocks
+from dualpath.core.blocks import (
+    KeyExtras,
+    PromptItem,
+    are_tokens,
+    block_keys,
+    chain_root,
+    encoded_blocks,
+    token_array,
+)
 from dualpath.core.key_cache import RUN_TOKENS, KeyCache
 
 #: Around every width of CBOR's integers, and beyond those that numpy encodes.
@@ -39,6 +47,17 @@ def test_tokens_encoded_at_once_are_canonical_cbor(tokens, block_tokens):
     whole = range(0, len(tokens) - block_tokens + 1, block_tokens)
     expected = [cbor2.dumps(tokens[n : n + block_tokens], canonical=True) for n in whole]
     assert encoded_blocks(tokens, block_tokens) == expected
+
+
+@given(
+    st.lists(st.integers(-3, 40) | st.sampled_from([2**31, 2**32 - 1, 2**32, 2**70]), max_size=20),
+    st.integers(1, 2**33),
+)
+def test_tokens_are_numbers_of_the_vocabulary_in_a_list_and_in_an_array(tokens, vocab_size):
+    expected = all(0 <= token < vocab_size for token in tokens)
+    assert are_tokens(tokens, vocab_size) == expected
+    assert are_tokens(token_array(tokens), vocab_size) == expected
+    assert list(token_array(tokens)) == tokens
 
 
 @given(st.lists(ANY_IDS, max_size=40), SALTS, st.sampled_from([(), ("adapter",), (7, "x")]))

@@ -28,6 +28,7 @@ async def test_a_call_is_open_before_the_keys_of_its_long_prompt_are_known(
         return TokenPrefix(*prompt, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine_server, "TokenPrefix", slow)
+    monkeypatch.setattr(engine_server, "SHORT_PROMPT_TOKENS", 0)
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         asked = asyncio.create_task(made.ask(range(1, 38), 4))
         assert await asyncio.to_thread(computing.wait, GUARD_S)

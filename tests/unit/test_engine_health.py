@@ -117,6 +117,37 @@ def test_the_pump_polls_while_a_transfer_is_under_way() -> None:
     pump.close(TimeLimit(PassedWaits(), GUARD_S))
 
 
+def test_a_transfer_that_has_ended_is_finished_before_the_next_one_is_polled() -> None:
+    """A poll may copy a whole layer: what waits for the layer before must not wait for it, too."""
+    order: list[str] = []
+
+    class Named(Moving):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.state = TransferState.DONE
+            self._name = name
+
+        def poll(self) -> TransferState:
+            order.append(f"poll {self._name}")
+            return super().poll()
+
+        def release(self) -> None:
+            order.append(f"finish {self._name}")
+
+    health, over = Health(), threading.Event()
+    pump = TransferPump("pe-0", health)
+
+    def post() -> None:
+        pump.watch(Named("first"))
+        pump.watch(Named("second"), lambda _: over.set())
+
+    pump.call(post)
+    assert over.wait(GUARD_S)
+    assert order == ["poll first", "finish first", "poll second", "finish second"]
+    health.close()
+    pump.close(TimeLimit(PassedWaits(), GUARD_S))
+
+
 def test_callbacks_of_transfers_may_raise_without_ending_the_pump() -> None:
     threads = PassedWaits()
     health = Health(threads)

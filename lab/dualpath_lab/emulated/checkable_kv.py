@@ -9,6 +9,7 @@ head-major, as in real engines, so that a rank's heads are one slice of each par
 import enum
 import hashlib
 import itertools
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -63,7 +64,7 @@ class TokenChain:
     Tokens are from 0 to ``vocab_size`` - 1; ``vocab_size`` is at most 2**32.
     """
 
-    def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, token_ids: Sequence[int] | NDArray[np.uint32], vocab_size: int) -> None:
         ids = np.asarray(token_ids, dtype=np.uint32)
         self._hash = hashlib.blake2b(ids.tobytes(), digest_size=8)
         self._vocab_size = vocab_size
@@ -98,13 +99,15 @@ class TokenPrefix:
     ) -> None:
         digest = hashlib.blake2b(weights.encode(), digest_size=8).digest()
         self._weights = int.from_bytes(digest, "little") if weights else 0
-        self.keys: list[BlockKey] = block_keys(token_ids, block_tokens, cache_salt=cache_salt)
+        # Converted once: each conversion of a long list of numbers takes as long as all the rest.
+        numbers = array("I", token_ids)
+        ids = np.frombuffer(numbers, np.uint32)
+        self.keys: list[BlockKey] = block_keys(numbers, block_tokens, cache_salt=cache_salt)
         self.tokens = len(token_ids)
         self._block_tokens = block_tokens
         self._cache_salt = cache_salt
-        self._chain = TokenChain(token_ids, vocab_size)
+        self._chain = TokenChain(ids, vocab_size)
         whole = self.tokens // block_tokens * block_tokens
-        ids = np.asarray(token_ids, dtype=np.uint32)
         self._open: list[int] = []
         self._sum = 0
         self.seeds: Seeds = np.zeros(

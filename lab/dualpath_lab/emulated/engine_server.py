@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from dualpath.core.blocks import are_tokens
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
@@ -94,10 +95,7 @@ class RequestSubmitter:
                 "router"
             )
         vocab_size = self._settings.vocab_size
-        if (
-            request.token_ids
-            and not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size
-        ):
+        if not are_tokens(request.token_ids, vocab_size):
             raise BadRequestError(
                 f"request {request.request_id} has token ids from {min(request.token_ids)} to "
                 f"{max(request.token_ids)}, but the vocabulary has 0 to {vocab_size - 1}; correct "
@@ -170,6 +168,11 @@ class RequestSubmitter:
 def max_tokens(request: GenerateRequest[Sampling]) -> int:
     """Return how many tokens the request may generate."""
     return request.sampling_params.max_tokens
+
+
+#: Keys and seeds of a prompt of at most so many tokens take no longer than the wake-ups of another
+#: thread and of the event loop.
+SHORT_PROMPT_TOKENS = 4096
 
 
 class EngineBodies(msgspec.Struct, frozen=True):
@@ -382,7 +385,10 @@ class EngineServer:
         """Answer a request that carries its transfer."""
         try:
             transfer = self._admission.transfer(generate)
-            prefix = await asyncio.to_thread(self._admission.prefix, generate, transfer)
+            if len(generate.token_ids) <= SHORT_PROMPT_TOKENS:
+                prefix = self._admission.prefix(generate, transfer)
+            else:
+                prefix = await asyncio.to_thread(self._admission.prefix, generate, transfer)
             self._admission.check_prompt(generate, transfer, prefix)
         except DualPathError as error:
             return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)

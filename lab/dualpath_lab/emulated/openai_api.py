@@ -181,11 +181,11 @@ class DetokenizeRequest(msgspec.Struct):
 class Answer:
     """Makes the body of an answer, or the chunks of a stream, from a request's token events.
 
-    ``prompt_tokens`` is the length of the prompt.
+    ``prompt_tokens`` is the length of the prompt.  The request, which has its tokens, is not held.
     """
 
     def __init__(self, request: Request, request_id: str, prompt_tokens: int, model: str) -> None:
-        self._request = request
+        self._limit_tokens = request.limit_tokens
         self._prompt_tokens = prompt_tokens
         self._chat = isinstance(request, ChatRequest)
         self._token_ids = bool(request.return_token_ids) or (
@@ -250,7 +250,7 @@ class Answer:
     def _ended(self, choice: dict[str, Any], event: TokenEvent) -> dict[str, Any]:
         """Return the choice with its finish reason, and its token ids if they were requested."""
         reason = event.finish_reason
-        if self._chat and reason == "length" and self._request.limit_tokens is None:
+        if self._chat and reason == "length" and self._limit_tokens is None:
             reason = "stop"
         if self._token_ids:
             choice["token_ids"] = event.token_ids

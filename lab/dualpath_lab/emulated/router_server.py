@@ -23,7 +23,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from dualpath.core.addresses import http_url
-from dualpath.core.blocks import KeyExtras, tenant_tag
+from dualpath.core.blocks import KeyExtras, tenant_tag, token_array
 from dualpath.core.errors import (
     BadRequestError,
     DualPathError,
@@ -116,7 +116,7 @@ class EngineClient:
         prior_tokens: Sequence[int],
     ) -> AsyncIterator[TokenEvent]:
         """Continue after ``prior_tokens`` on a DE."""
-        tokens = (*job.prompt_token_ids, *prior_tokens)
+        tokens = job.prompt_token_ids + tuple(prior_tokens)
         request = _request(job, decode_transfer, tokens, job.max_new_tokens - len(prior_tokens))
         async with aclosing(self._api.stream(engine, job, request)) as choices:
             async for choice in choices:
@@ -216,12 +216,17 @@ class RouterServer:
             return body_refused(error)
         except DualPathError as error:
             return error_answer(error)
-        answer = Answer(asked, job.request_id, job.prompt_tokens, self._model)
+        answer, streams = (
+            Answer(asked, job.request_id, job.prompt_tokens, self._model),
+            asked.stream,
+        )
+        # The job has the tokens of the prompt: the collector of garbage visits each one in a list.
+        del asked
         events = self._service.submit(job)
         try:
             # An error before the first token becomes an HTTP status, not an event of a stream.
             first = await anext(events)
-            if asked.stream:
+            if streams:
                 return await self._stream(request, answer, first, events)
             return json_answer(answer.whole([first, *[event async for event in events]]))
         except DualPathError as error:
@@ -263,12 +268,13 @@ class RouterServer:
         if asked.n not in (None, 1):
             raise BadRequestError(f"n is {asked.n}, but this endpoint supports only 1; set n to 1")
         prompt = asked.prompt_tokens(self._words)
+        numbers = token_array(prompt)
         check_prompt(len(prompt), self._service.settings, registry)
-        check_token_ids(prompt, registry)
+        check_token_ids(numbers, registry)
         check_salt(asked.cache_salt)
 
         extras = KeyExtras(cache_salt=asked.cache_salt)
-        keys = tuple(memory.keys(prompt, extras))
+        keys = tuple(memory.keys(numbers, extras))
 
         def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
             return memory.continued(keys, token_ids, extras)

@@ -11,7 +11,14 @@ from collections.abc import Sequence
 import cbor2
 import msgspec
 
-from dualpath.core.blocks import BlockKey, KeyExtras, PromptItem, chain_root, chained_keys
+from dualpath.core.blocks import (
+    BlockKey,
+    KeyExtras,
+    PromptItem,
+    chain_root,
+    chained_keys,
+    token_array,
+)
 from dualpath.core.names import Name
 
 # ---------------------------------------------------------------------------------------- adapters
@@ -68,6 +75,7 @@ class KeyCache:
     def keys(self, token_ids: Sequence[int], extras: KeyExtras = NO_EXTRAS) -> list[BlockKey]:
         """Return the keys of the full blocks of ``token_ids`` with these extra keys."""
         keys: list[BlockKey] = []
+        token_ids = token_array(token_ids)
         names = self._names(token_ids, extras)
         for name in names:
             if (run := self._runs.get(name)) is None:
@@ -89,14 +97,13 @@ class KeyCache:
     def _names(self, token_ids: Sequence[int], extras: KeyExtras) -> list[bytes]:
         """Return a digest of each whole run: of its tokens, its extra keys and all runs before.
 
-        Empty if a token id exceeds 32 bits.
+        Empty unless the tokens are an array, since one of them exceeds 32 bits.
         """
+        if not isinstance(token_ids, array):
+            return []
         blocks = self._run_tokens // self._block_tokens
         runs = len(token_ids) // self._run_tokens
-        try:
-            tokens = memoryview(array("I", token_ids[: runs * self._run_tokens]))
-        except OverflowError:
-            return []
+        tokens = memoryview(token_ids)
         names = []
         name = hashlib.sha256(cbor2.dumps((extras.every, extras.cache_salt or None))).digest()
         for run in range(runs):

@@ -1,10 +1,11 @@
 """Chrome trace events (chrome://tracing, Perfetto) of transfers and computation in one engine."""
 
-import json
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.engine.threads import OS_THREADS, Threads
@@ -56,8 +57,9 @@ class TraceRecorder:
             "dur": (end_ns - start_ns) / 1000,
             "args": args,
         }
+        encoded = msgspec.json.encode(event)
         with self._lock:
-            self._append(json.dumps(event))
+            self._append(encoded)
 
     def moved(
         self, executed: Sequence[tuple[str, Executed]], track: str = "", **args: object
@@ -87,7 +89,7 @@ class TraceRecorder:
             if self._file is not None:
                 self._end(self._file)
 
-    def _append(self, event: str) -> None:
+    def _append(self, event: bytes) -> None:
         assert self._path is not None
         if self._ended:
             return
@@ -96,7 +98,7 @@ class TraceRecorder:
             self._open(self._path)
         if self._file is not None:
             try:
-                self._file.write((event if first else ",\n" + event).encode())
+                self._file.write(event if first else b",\n" + event)
             except OSError as error:
                 self._give_up(error)
 

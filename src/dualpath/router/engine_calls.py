@@ -80,7 +80,7 @@ class Job(msgspec.Struct, frozen=True):
         """Return the job that is left after ``generated`` tokens have been streamed."""
         if not generated:
             return self
-        tokens = (*self.prompt_token_ids, *generated)
+        tokens = self.prompt_token_ids + tuple(generated)
         return msgspec.structs.replace(
             self,
             prompt_token_ids=tokens,

@@ -290,7 +290,7 @@ class GenerateClient:
             max_logprobs=self._max_logprobs,
             stream_interval=self._stream_interval,
         )
-        tokens = (*job.prompt_token_ids, *prior_tokens)
+        tokens = job.prompt_token_ids + tuple(prior_tokens)
         request = _request(client, decode_transfer, tokens, sampling)
         async with aclosing(self._api.stream(engine, job, request)) as choices:
             async for choice in choices:

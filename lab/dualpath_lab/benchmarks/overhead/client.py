@@ -30,9 +30,10 @@ _STEADY = 4
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """``streams`` concurrent streams of ``requests`` consecutive requests each.
 
-    Prompts have ``prompt`` random words (or tokens), each its own.  Responses have ``tokens``
-    tokens times a uniform factor between 1 - ``spread`` and 1 + ``spread``.  A stream waits
-    ``pause_s`` between its requests; the first requests start within ``ramp_s``.
+    Prompts have ``prompt`` random words (or tokens), each its own, or with ``repeats`` one for all
+    requests of a stream.  Responses have ``tokens`` tokens times a uniform factor between
+    1 - ``spread`` and 1 + ``spread``.  A stream waits ``pause_s`` between its requests; the first
+    requests start within ``ramp_s``.
     """
 
     streams: int
@@ -42,6 +43,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     spread: float = 0.0
     pause_s: float = 0.0
     ramp_s: float = 0.0
+    repeats: bool = False
 
 
 class Response(NamedTuple):
@@ -146,12 +148,15 @@ async def _stream(
     http: aiohttp.ClientSession, api: Api, load: Load, rng: random.Random, window: Window | None
 ) -> list[Response]:
     responses = []
+    prompt: dict[str, Any] = {}
     await asyncio.sleep(rng.random() * load.ramp_s)
     for _ in range(load.requests):
         tokens = max(round(load.tokens * (1 + rng.uniform(-load.spread, load.spread))), 2)
+        if not prompt or not load.repeats:
+            prompt = api.body(rng, load.prompt)
         body = {
             "model": NAME,
-            **api.body(rng, load.prompt),
+            **prompt,
             "max_tokens": tokens,
             "ignore_eos": True,
             "stream": True,

@@ -1,21 +1,23 @@
 """TTFT of a prompt with completely stored KV, on an idle 1P1D, compared with its transfers.
 
-The same prompt is sent repeatedly to a ``traced_cluster``; all of its blocks but the last are read,
-and the last one is computed in no time.  The transfers' share of TTFT is the time in which the
-traces of both engines show a storage read, load or send in flight.  The remaining time is HTTP,
-messages, decisions and thread wake-ups.
+The same prompt is sent repeatedly to a ``traced_cluster``, over one connection; all of its blocks
+but the last are read, and the last one is computed in no time.  The transfers' share of TTFT is the
+time in which the traces of both engines show a storage read (of any reading thread), load or send
+in flight.  Computation includes what only emulated engines do: the comparison of KV that was read.
+The remaining time is HTTP, messages, decisions and thread wake-ups.
 """
 
 import asyncio
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
+from dualpath.engine.trace import STORAGE_TRACK
 from dualpath_lab.benchmarks.overhead.between_passes import Span, spans, trace_path, traced_cluster
 from dualpath_lab.benchmarks.overhead.client import Load, Response, TokenIds, run_load
 from dualpath_lab.benchmarks.overhead.servers import ROUND_TRIP, Seed, round_trip
@@ -32,9 +34,8 @@ batch_s = 0.0
 [decode]
 step_s = 0.001
 """
-#: Tracks of a trace that are transfers, and those that are computation.
-_TRANSFERS = ("storage", "load", "send")
-_COMPUTATION = ("compute",)
+#: Tracks of a prefill engine's trace in which its layers' transfers are.
+_LAYERS = ("load", "send")
 
 
 class StoredSettings(Settings, frozen=True, kw_only=True):
@@ -58,19 +59,42 @@ class StoredSettings(Settings, frozen=True, kw_only=True):
 def _run(settings: StoredSettings, length: int) -> Numbers:
     with tempfile.TemporaryDirectory(dir=settings.directory or None) as name:
         folder = Path(name)
-        load = Load(streams=1, requests=1, prompt=length, tokens=2, pause_s=settings.pause_s)
+        load = Load(
+            streams=1, requests=settings.requests + 2, prompt=length, tokens=2,
+            pause_s=settings.pause_s, repeats=True,
+        )  # fmt: skip
         buffers = ("--layer-buffers", str(settings.layer_buffers))
         with traced_cluster(Mode(settings.mode), folder, _COSTS, buffers) as url:
-            responses = [
-                send_prompt(url, load, settings.seed) for _ in range(settings.requests + 2)
-            ]
+            responses = asyncio.run(run_load(url, TokenIds(), load, str(settings.seed)))
         # Blocks of the first request may still be in flight to storage at the second look-up.
-        tracks = [spans(trace_path(role, folder), responses[2].start_s) for role in Role]
-    parts = zip(*(time_parts(response, tracks) for response in responses[2:]), strict=True)
-    names = ("ttft_ms", "transfers_ms", "computation_ms", "other_ms")
+        since_s = responses[2].start_s
+        prefill = spans(trace_path(Role.PREFILL, folder), since_s)
+        decode = spans(trace_path(Role.DECODE, folder), since_s)
+    parts = [time_parts(response, prefill, decode) for response in responses[2:]]
     return {
-        name: statistics.median(seconds) * 1e3 for name, seconds in zip(names, parts, strict=True)
+        f"{name.removesuffix('_s')}_ms": statistics.median(seconds) * 1e3
+        for name, seconds in zip(TtftParts._fields, zip(*parts, strict=True), strict=True)
     }
+
+
+class TtftParts(NamedTuple):
+    """TTFT and its parts in seconds.
+
+    TTFT is the sum of ``transfers_s`` (a transfer is in flight), ``computation_s`` (computation is
+    under way and no transfer) and ``other_s``.  The latter is the sum of five: the time before the
+    first read, that between reads, that from the last read to the first load (0 if loads begin
+    earlier), that between loads and sends, and that from the last send to the token.
+    """
+
+    ttft_s: float
+    transfers_s: float
+    computation_s: float
+    other_s: float
+    to_read_s: float
+    reads_s: float
+    to_load_s: float
+    layers_s: float
+    to_token_s: float
 
 
 _COLUMNS = [
@@ -78,6 +102,13 @@ _COLUMNS = [
     Column("transfers in flight", "transfers_ms", "{:.1f}"),
     Column("computation only", "computation_ms", "{:.1f}"),
     Column("other", "other_ms", "{:.1f}", tolerance=0.25),
+]
+_OTHER = [
+    Column("to the first read", "to_read_ms", "{:.1f}"),
+    Column("between reads", "reads_ms", "{:.1f}"),
+    Column("to the first load", "to_load_ms", "{:.1f}"),
+    Column("between loads and sends", "layers_ms", "{:.1f}"),
+    Column("to the token", "to_token_ms", "{:.1f}"),
 ]
 
 
@@ -87,25 +118,81 @@ def draw(raw: RawData[StoredSettings, Numbers]) -> Page:
     return Page(
         tables=(
             number_table(raw, title, _COLUMNS, "prompt"),
+            number_table(raw, "Other, by period", _OTHER, "prompt"),
             number_table(raw, "Idle machine", [ROUND_TRIP]),
         ),
         results=tuple(key_results(raw, _COLUMNS)),
     )
 
 
-def send_prompt(url: str, load: Load, seed: int) -> Response:
-    """Send a seed's prompt."""
-    (response,) = asyncio.run(run_load(url, TokenIds(), load, str(seed)))
-    return response
+def time_parts(
+    response: Response, prefill: Mapping[str, list[Span]], decode: Mapping[str, list[Span]]
+) -> TtftParts:
+    """Return the parts of a response's TTFT, from the tracks of both engines' traces."""
+    start_s, end_s = response.start_s, response.first_s
+
+    def within(found: Iterable[Span]) -> list[Span]:
+        return [span for span in found if start_s <= span.start_s and span.end_s <= end_s]
+
+    reads = within([*_reads(prefill), *_reads(decode)])
+    layers = within(span for track in _LAYERS for span in prefill.get(track, ()))
+    # A layer's computation in the trace begins with the wait for its load.
+    computed = without(within(prefill.get("compute", ())), within(prefill.get("wait", ())))
+    computed += within(span for span in prefill.get("engine", ()) if span.name == "compare")
+    transfers, everything = [*reads, *layers], [*reads, *layers, *computed]
+    read_s, read_end_s = _extent(reads, start_s)
+    load_s, sent_s = _extent(layers, read_end_s)
+
+    def idle_s(begin_s: float, until_s: float) -> float:
+        return until_s - begin_s - covered_s(everything, begin_s, until_s)
+
+    transfers_s, other_s = covered_s(transfers, start_s, end_s), idle_s(start_s, end_s)
+    return TtftParts(
+        ttft_s=response.ttft_s,
+        transfers_s=transfers_s,
+        computation_s=response.ttft_s - transfers_s - other_s,
+        other_s=other_s,
+        to_read_s=idle_s(start_s, read_s),
+        reads_s=idle_s(read_s, read_end_s),
+        to_load_s=idle_s(read_end_s, max(read_end_s, load_s)),
+        layers_s=idle_s(max(read_end_s, load_s), sent_s),
+        to_token_s=idle_s(sent_s, end_s),
+    )
 
 
-def time_parts(response: Response, tracks: Sequence[dict[str, list[Span]]]) -> tuple[float, ...]:
-    """Return TTFT and its parts: a transfer in flight, computation only, other."""
-    moved = [span for of_engine in tracks for t in _TRANSFERS for span in of_engine.get(t, ())]
-    computed = [span for of_engine in tracks for t in _COMPUTATION for span in of_engine.get(t, ())]
-    transfers_s = covered_s(moved, response.start_s, response.first_s)
-    all_s = covered_s([*moved, *computed], response.start_s, response.first_s)
-    return response.ttft_s, transfers_s, all_s - transfers_s, response.ttft_s - all_s
+def _reads(tracks: Mapping[str, list[Span]]) -> list[Span]:
+    """Return the spans of all reading threads: of the track ``storage``, and ``storage N``."""
+    numbered = f"{STORAGE_TRACK} "
+    return [
+        span
+        for track, found in tracks.items()
+        if track == STORAGE_TRACK or track.startswith(numbered)
+        for span in found
+    ]
+
+
+def _extent(found: Sequence[Span], otherwise_s: float) -> tuple[float, float]:
+    """Return the first begin and the last end of spans; ``otherwise_s`` twice without a span."""
+    if not found:
+        return otherwise_s, otherwise_s
+    return min(span.start_s for span in found), max(span.end_s for span in found)
+
+
+def without(found: Iterable[Span], holes: Iterable[Span]) -> list[Span]:
+    """Return the parts of spans that none of the ``holes`` covers."""
+    left = list(found)
+    for hole in holes:
+        cut = [span for span in left if span.start_s < hole.end_s and hole.start_s < span.end_s]
+        if not cut:
+            continue
+        left = [span for span in left if span not in cut]
+        for span in cut:
+            left += [
+                span._replace(start_s=start_s, end_s=end_s)
+                for start_s, end_s in ((span.start_s, hole.start_s), (hole.end_s, span.end_s))
+                if start_s < end_s
+            ]
+    return left
 
 
 def covered_s(found: Iterable[Span], start_s: float, end_s: float) -> float:

@@ -440,14 +440,14 @@ class ControlLink:
         """Queue a message; unless it only answers a query, report the load as well."""
         self._outgoing.append(message)
         if isinstance(message, LookupDone | Synced):
-            self._connection.wake()
+            self._wake()
         else:
             self.changed()
 
     def changed(self) -> None:
         """The load has changed: report it soon."""
         self._session.load_changed = True
-        self._connection.wake()
+        self._wake()
 
     @property
     def unregistered(self) -> bool:
@@ -474,6 +474,11 @@ class ControlLink:
         if self._thread is not None:
             limit.join([self._thread])
 
+    def _wake(self) -> None:
+        """Let the link's thread send what is queued; it does so itself before it waits."""
+        if self._thread is None or not self._threads.is_current(self._thread):
+            self._connection.wake()
+
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
@@ -494,6 +499,7 @@ class ControlLink:
             self._session.load_changed = True
         while (frame := self._connection.receive()) is not None:
             self._receive(frame)
+        self._send_queued()  # Answers to what was received.
         self._tick(self._threads.now_ns())
 
     def _send_queued(self) -> None:

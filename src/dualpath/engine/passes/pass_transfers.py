@@ -226,6 +226,18 @@ class LayerWork:
             self.over.reached.set()
 
 
+class LayerWorks(dict[int, LayerWork]):
+    """The work of each layer, created when it is first needed by whichever thread needs it."""
+
+    def __init__(self, threads: Threads) -> None:
+        super().__init__()
+        self._threads = threads
+
+    def __missing__(self, layer: int) -> LayerWork:
+        """Return the work of a layer, the same for both threads (``setdefault`` is atomic)."""
+        return self.setdefault(layer, LayerWork(self._threads))
+
+
 log = logging.getLogger(__name__)
 
 
@@ -245,8 +257,8 @@ class PassTransfers:
     ) -> None:
         threads = movers.health.threads
         self.chunks = [ChunkTransfers(chunk, geometry, threads) for chunk in chunks]
-        self.loads = [LayerWork(threads) for _ in range(geometry.layers)]
-        self.sends = [LayerWork(threads) for _ in range(geometry.layers)]
+        self.loads = LayerWorks(threads)
+        self.sends = LayerWorks(threads)
         self.budget = movers.wait_budget()
         self.failures: dict[str, str] = {}
         self._layers = geometry.layers
@@ -284,7 +296,7 @@ class PassTransfers:
         reason = f"{what}: transfers with {agent!r} stall, {{waited}}"
         if agent == POSTING.agent:
             reason = f"{what}: the thread that posts transfers stalls, {{waited}}"
-            for work in (*self.loads, *self.sends):
+            for work in self._begun():
                 work.give_up(POSTING.chunk)
         else:
             self.budget.stalled.add(agent)
@@ -412,8 +424,12 @@ class PassTransfers:
         """Fail a chunk, post no more of its steps, and do not wait for those under way."""
         self._fail(number, reason)
         self.chunks[number].give_up()
-        for work in (*self.loads, *self.sends):
+        for work in self._begun():
             work.give_up(number)
+
+    def _begun(self) -> list[LayerWork]:
+        """Return the work of layers so far; that of others posts nothing of abandoned chunks."""
+        return [*self.loads.values(), *self.sends.values()]
 
     def _fail(self, number: int, reason: str) -> None:
         request_id = self.chunks[number].request_id

@@ -182,7 +182,8 @@ class TransferPump:
         self._unsettled = unsettled
         self._threads = health.threads
         self._wake = self._threads.condition()
-        self._moving: list[Completion] = []
+        #: In the order in which they were posted.
+        self._moving: dict[Completion, None] = {}
         self._begun = False
         self._calls: deque[Callable[[], None]] = deque()
         self._each_poll: list[Callable[[], None]] = []
@@ -198,7 +199,7 @@ class TransferPump:
         """Poll a posted transfer until it ends."""
         completion = Completion(transfer, then, self._threads)
         with self._wake:
-            self._moving.append(completion)
+            self._moving[completion] = None
             self._begun = True
             self._wake.notify()
         return completion
@@ -266,17 +267,18 @@ class TransferPump:
             log.exception("work of the transfer pump failed")
 
     def _finish_those_over(self, moving: list[Completion]) -> bool:
-        over = {completion for completion in moving if completion.is_over()}
-        if not over:
-            return False
-        with self._wake:
-            self._moving = [c for c in self._moving if c not in over]
+        """Finish each transfer that is over before the next one is polled, which may copy bytes."""
+        found = False
         for completion in moving:
-            if completion in over:
-                completion.finish()
-                if not completion.settled:
-                    self._unsettled()
-        return True
+            if not completion.is_over():
+                continue
+            found = True
+            with self._wake:
+                del self._moving[completion]
+            completion.finish()
+            if not completion.settled:
+                self._unsettled()
+        return found
 
 
 # ------------------------------------------------------------------------------------------ stalls

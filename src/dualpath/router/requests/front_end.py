@@ -264,6 +264,6 @@ class FrontEnd:
         if life.record.outcome != "finished" or not self.scheduling.caches_answers:
             return None
         # The last token was sampled but never fed back: there is no KV of it.
-        tokens = (*life.job.prompt_token_ids, *life.generated)[:-1]
+        tokens = (life.job.prompt_token_ids + life.generated)[:-1]
         keys = tuple(life.job.keys_for(tokens))
         return Answered(keys, len(life.job.keys), life.decode_engine)

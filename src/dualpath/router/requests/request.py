@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from dualpath.core.blocks import holding_blocks
+from dualpath.core.blocks import are_tokens, holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.errors import (
     BadRequestError,
@@ -89,7 +89,7 @@ def check_salt(salt: str | None) -> None:
 def check_token_ids(token_ids: Sequence[int], engines: KnownEngines) -> None:
     """Raise ``BadRequestError`` for a number that is no token of the model."""
     vocab_size = engines.limit("vocab_size")
-    if not token_ids or vocab_size is None:
+    if vocab_size is None or are_tokens(token_ids, vocab_size):
         return
     for token in (min(token_ids), max(token_ids)):
         if not 0 <= token < vocab_size:
