@@ -54,17 +54,12 @@ async def test_a_pe_lost_in_prefill_is_replaced_by_another():
 
 async def test_a_de_lost_after_its_last_token_costs_nothing():
     async with cluster() as made:
-        lost = made.engines["d0"]
-        lost.tokens_come_first = True
-        made.calls.gates["decode"] = asyncio.Event()
-        run = asyncio.create_task(made.run(job("a", PROMPT)))
-        await made.arrives("decode")
-        lost.unanswered = {control.Sync}
-        made.calls.gates["decode"].set()
-        await lost.saw(control.Sync)  # waits for KvInHbm
-        made.lose("d0")
-        assert await run == expected(PROMPT, 6)
+        made.engines["d0"].tokens_come_first = True  # it has not reported the KV in its HBM
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        made.lose("d0", certain=True)
         assert made.service.status()["counters"]["retries"] == 0
+        await made.settled("p0")
+        assert made.service.scheduler.releases.held == 0
 
 
 async def test_a_deregistered_pe_leaves_nothing_in_quarantine():

@@ -249,10 +249,10 @@ async def test_a_call_that_is_over_before_it_has_begun_leaves_nothing_behind(
 ) -> None:
     async with cluster() as made:
         session = FrontEndSession(made.service.scheduler, lambda message: None)
-        session.take(m.BeginRequest(RequestOrder("a", tuple(keys_of(PROMPT)))))
+        request = RequestOrder("a", tuple(keys_of(PROMPT)))
         order = AttemptOrder("a", 1, len(PROMPT), 6, tuple(keys_of(PROMPT)))
-        session.take(m.BeginAttempt("a", order, made.service.registry.namespace, {}))
-        session.take(m.AttemptCall(1, "a", m.Step.PREPARE))
+        namespace = made.service.registry.namespace
+        session.take(m.BeginAttempt(1, "a", order, namespace, {}, request))
         session.take(m.EndAttempt("a", "its client has left"))
         await asyncio.sleep(1.0)
         gc.collect()

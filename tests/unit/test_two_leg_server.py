@@ -87,9 +87,6 @@ class Taken:
     def decoding_started(self) -> None:
         self.calls.append("decoding")
 
-    async def decoded(self) -> None:
-        self.calls.append("decoded")
-
     def close(self, reason: str) -> None:
         self.calls.append(reason)
 
@@ -332,7 +329,7 @@ async def test_a_second_leg_gets_the_transfer_of_its_attempt() -> None:
     assert sent["kv_transfer_params"]["remote_prefill_cached_tokens"] == 64
     assert sent["kv_transfer_params"]["prompt_token_ids"] == TOKENS
     assert (sent["prompt"], sent["max_tokens"]) == ("text", 50)
-    assert engine.legs.taken[0].calls == ["decoding", "decoded", "finished"]
+    assert engine.legs.taken[0].calls == ["decoding", "finished"]
     assert engine.legs.named == [(engine.legs.named[0][0], "req")]
 
 
@@ -365,7 +362,7 @@ async def test_without_an_attempt_a_prefill_engine_is_called_as_by_a_router() ->
     (sent,) = engine.vllm.completed
     assert from_transfer_params(sent["kv_transfer_params"]) == DECODE
     assert sent["kv_transfer_params"]["remote_prefill_cached_tokens"] == 64
-    assert engine.legs.taken[0].calls == ["decoding", "decoded", "finished"]
+    assert engine.legs.taken[0].calls == ["decoding", "finished"]
 
 
 async def test_a_second_leg_that_vllm_refuses_is_answered_by_vllm() -> None:

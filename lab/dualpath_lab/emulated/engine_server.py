@@ -340,7 +340,6 @@ class EngineServer:
             answer = await self._run(request, generate, sent)
             if answer.status == HTTPStatus.OK:
                 attempt.decoding_started()
-                await attempt.decoded()
                 reason = "finished"
             return answer
         finally:

@@ -6,7 +6,7 @@ for each unit of a front end that knows several (``scheduler.units``).  Everythi
 between them is defined here, as data or as a call with one result:
 
     front end → scheduler   begin(RequestOrder) · attempt(AttemptOrder) · prepare · prefilled
-                            · prefill_aborted · decoding_started · decoded · close · end(Answered)
+                            · prefill_aborted · decoding_started · close · end(Answered)
                             · suspect · call_waits · …
     scheduler → front end   Placed, Staged, Recomputed, Arrived; that an attempt is broken
 
@@ -152,7 +152,8 @@ class ScheduledAttempt(Protocol):
     """The scheduler's side of an attempt.
 
     Calls that start something raise ``EngineLostError`` once ``broken`` is done, which then has
-    that error.  Each call may be repeated and then changes nothing.
+    that error.  ``prepare`` is called once; each other call may be repeated and then changes
+    nothing.
     """
 
     @property
@@ -168,7 +169,8 @@ class ScheduledAttempt(Protocol):
         """Find what is stored, the engines and their slots, and have the hits read (§4.1).
 
         Raises ``EngineLostError``, ``TransportError`` (``HitLostError`` if the DE was to compute
-        the append) or, if no engine can ever take the request, ``BadRequestError``.
+        the append) or ``BadRequestError``, if no engine can ever take the request or an attempt of
+        another front end has its name.
         """
         ...
 
@@ -188,13 +190,6 @@ class ScheduledAttempt(Protocol):
         """The DE generates: all of the prompt's KV has arrived, no PE writes there any more."""
         ...
 
-    async def decoded(self) -> None:
-        """The DE has generated the last token: wait for its earlier reports.
-
-        Losing the DE no longer matters.
-        """
-        ...
-
     def close(self, reason: str) -> None:
         """Release everything at the engines, the ledger and the scheduler; idempotent."""
         ...
@@ -204,7 +199,10 @@ class ScheduledRequest(Protocol):
     """A request in the order of its arrival."""
 
     def attempt(self, order: AttemptOrder, listener: AttemptListener) -> ScheduledAttempt:
-        """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
+        """Begin an attempt.
+
+        Raises ``BadRequestError`` if another one of this front end has its name.
+        """
         ...
 
     def end(self, answered: Answered | None = None) -> None:

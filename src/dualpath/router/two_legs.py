@@ -190,10 +190,6 @@ class SecondLeg(Protocol):
         """The DE generates."""
         ...
 
-    async def decoded(self) -> None:
-        """The DE has generated the last token: wait for its earlier reports."""
-        ...
-
     def close(self, reason: str) -> None:
         """Release everything; idempotent."""
         ...
@@ -226,8 +222,7 @@ class _TakenLeg:
     def __init__(self, attempt: TakenAttempt, hit_tokens: int | None) -> None:
         self.transfer, self.hit_tokens = attempt.transfer, hit_tokens
         self.origin = f"transferred; {attempt.order.attempt_id}"
-        self.decoding_started, self.decoded = attempt.decoding_started, attempt.decoded
-        self.close = attempt.close
+        self.decoding_started, self.close = attempt.decoding_started, attempt.close
 
 
 class _OwnLeg:
@@ -244,7 +239,7 @@ class _OwnLeg:
         self.transfer = transfer
         self.hit_tokens: int | None = hit_tokens
         self.origin = f"prefilled by {prefill} again"
-        self.decoding_started, self.decoded = attempt.decoding_started, attempt.decoded
+        self.decoding_started = attempt.decoding_started
         self._request, self._attempt = request, attempt
 
     def close(self, reason: str) -> None:
@@ -465,9 +460,8 @@ class TwoLegs:
     async def take(self, params: LegParameters, request_id: str) -> SecondLeg | EngineInfo:
         """Return the attempt that a second leg continues at this DE, or the DE that has its KV.
 
-        The caller calls ``decoding_started`` when the DE generates, ``decoded`` after its last
-        token, and ``close`` in any case.  Raises an error of ``core.errors`` with the reason if
-        there is none.
+        The caller calls ``decoding_started`` when the DE generates, and ``close`` in any case.
+        Raises an error of ``core.errors`` with the reason if there is none.
         """
         self._check_role(Role.DECODE, "second")
         name = handover_name(params, request_id)

@@ -488,11 +488,7 @@ async def _run(
     try:
         await forward(passing)
         if ended:
-            await leg.decoded()
             reason = "finished"
-    except DualPathError as error:
-        # The client has its answer; only the reports of the engine are late.
-        logger.warning("request %s: %s", leg.transfer.request_id, error)
     finally:
         leg.close(reason)
     return failed

@@ -53,6 +53,7 @@ from dualpath.router.scheduler.releases import Releases
 from dualpath.router.scheduler.remote import RemoteAttempt, RemoteRequest, RemoteScheduling
 from dualpath.router.scheduler.roles import Roles
 from dualpath.router.scheduler.units import UnitRequest
+from dualpath.router.scheduling import RequestOrder
 from dualpath.storage import janitor, posix
 from dualpath.storage.block_file import PlainVerifier
 from dualpath.storage.chain_index import NO_PINS, ChainIndex, Pins, Rows, victims
@@ -202,9 +203,8 @@ def _engines_lost_only(self: RemoteScheduling, reason: str) -> None:
     self.engines.clear(self._away(reason))
 
 
-def _announce_once(self: RemoteRequest) -> None:
-    if not self._begun_in:
-        _announce(self)
+def _begun_once(self: RemoteRequest) -> RequestOrder | None:
+    return None if self._begun_in else _not_begun(self)
 
 
 def _twice_as_many(self: Roles, role: Role) -> list[tuple[EngineState, ...]]:
@@ -223,7 +223,7 @@ def _changes_unnumbered(
         _send(self, front_end, message)
 
 
-_announce, _nodes, _send = RemoteRequest._announce, Roles.nodes, FrontEndServer._send
+_not_begun, _nodes, _send = RemoteRequest.not_begun, Roles.nodes, FrontEndServer._send
 #: An attribute that is always false.
 _NEVER = property(lambda self: False, lambda self, value: None)
 
@@ -247,7 +247,7 @@ FRONT_END_BUGS: dict[str, PlantedBug] = {
     ),
     "unannounced": PlantedBug(
         "a front end does not report its requests to the next scheduler",
-        replaced(RemoteRequest, "_announce", _announce_once),
+        replaced(RemoteRequest, "not_begun", _begun_once),
     ),
     "engines-unnumbered": PlantedBug(
         "a front end is not sent again which engines have joined or were lost",

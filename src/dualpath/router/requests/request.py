@@ -275,7 +275,6 @@ class Attempt:
             )
         finally:
             self._record.add(Stage.DECODE, self._decode_start_s, engine.engine_id)
-        await scheduled.decoded()
 
     async def _stream(
         self,
@@ -289,8 +288,8 @@ class Attempt:
                 call.heard()
                 _check_not_aborted(engine, event)
                 if self._decoding_s is None:
-                    self._decoding_s = self._front_end.clock()
                     scheduled.decoding_started()
+                    self._decodes(engine)
                 self._emit(event)
                 if event.finish_reason is not None:
                     return
@@ -301,13 +300,18 @@ class Attempt:
             f"engine {engine.engine_id} ended its stream without a finish reason; see its log"
         )
 
+    def _decodes(self, engine: EngineInfo) -> None:
+        """The DE has sent its first token: it has had the prompt's KV in its HBM."""
+        assert self._decode_start_s is not None
+        self._decoding_s = self._front_end.clock()
+        self._record.add(Stage.HANDOVER, self._decode_start_s, engine.engine_id, self._decoding_s)
+
     def _kv_in_hbm(self, arrived: Arrived) -> None:
         if self._decode_start_s is not None:
-            where = self.engines[-1].engine_id
-            # Tokens travel on another connection: they may come first, even all of them.
+            # The report comes late, and tokens travel on another connection.
             end_s = self._front_end.clock() if self._decoding_s is None else self._decoding_s
-            self._record.add(Stage.HANDOVER, self._decode_start_s, where, end_s)
-            self._record.add(Stage.H2D, end_s - arrived.h2d_s, where, end_s)
+            start_s = max(end_s - arrived.h2d_s, self._decode_start_s)
+            self._record.add(Stage.H2D, start_s, self.engines[-1].engine_id, end_s)
 
     def _count_placed(self) -> None:
         if not self.placed:

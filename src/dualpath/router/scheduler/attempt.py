@@ -130,7 +130,7 @@ class EngineAttempt(AttemptChannel):
         self._listener = listener
         self._use_cached = order.use_cached and scheduler.settings.dram_tier
         self._stages = Stages(scheduler.clock, self._staged, order.number)
-        self._placed = self._arrived = False
+        self._placed = False
         #: The DE computes the append: there is no PE.
         self._appends = False
         #: Engines that count the request.
@@ -228,13 +228,6 @@ class EngineAttempt(AttemptChannel):
         self._scheduler.releases.writer_done(self.attempt_id)
         if self._appends:
             self._scheduler.dispatch.prompt_computed(self.attempt_id, self._decode_engine.engine_id)
-
-    async def decoded(self) -> None:
-        """Wait for ``KvInHbm``, which tokens may overtake, even all of them."""
-        if not self._arrived:
-            # Only the record waits: the client has its tokens, whatever happens to the DE.
-            self.engines.discard(self._decode_engine.engine_id)
-            await self._synced(self._decode_engine)
 
     def close(self, reason: str) -> None:
         """Release everything."""
@@ -652,7 +645,6 @@ class EngineAttempt(AttemptChannel):
     def kv_in_hbm(self, arrived: KvInHbm) -> None:
         """The DE has the prompt's KV in its HBM."""
         self._scheduler.releases.writer_done(self.attempt_id)
-        self._arrived = True
         self._listener.notify(Arrived(arrived.h2d_s))
 
     def _staged(self, stage: StageTime) -> None:
