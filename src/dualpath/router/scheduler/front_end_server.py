@@ -90,7 +90,7 @@ class _Events:
             self._send(m.AttemptEvents(events))
 
     def discard(self, attempt_id: str) -> None:
-        """Send no more events of an attempt: it is closed."""
+        """Remove the events of an attempt."""
         self._events.pop(attempt_id, None)
 
 
@@ -101,8 +101,11 @@ class _Listener:
         self._attempt_id = attempt_id
         self._placed = placed
         self._events = events
+        self._over = False
 
     def notify(self, event: AttemptEvent) -> None:
+        if self._over:
+            return
         if isinstance(event, Placed):
             prefill = None if event.prefill is None else event.prefill.writer.id
             self._placed.add(self._attempt_id)
@@ -114,6 +117,11 @@ class _Listener:
         """Send to another front end from now on, which needs none of the earlier events."""
         self._events.discard(self._attempt_id)
         self._placed, self._events = placed, events
+
+    def end(self) -> None:
+        """The attempt is closed: send no more events, also not of the stages that end now."""
+        self._over = True
+        self._events.discard(self._attempt_id)
 
 
 class OfferedAttempt:
@@ -359,8 +367,8 @@ class FrontEndSession:
     def _close(self, attempt_id: str, reason: str) -> None:
         self._refused.pop(attempt_id, None)
         self._placed.discard(attempt_id)
-        self._listeners.pop(attempt_id, None)
-        self._events.discard(attempt_id)
+        if (listener := self._listeners.pop(attempt_id, None)) is not None:
+            listener.end()
         self._scheduler.handovers.first_leg_ended(attempt_id)
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is not None:
