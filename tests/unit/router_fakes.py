@@ -456,7 +456,11 @@ class FakeCalls:
         )
 
     def _prefill_done(self, here: FakeEngine, transfer: transfers.PrefillTransfer) -> None:
+        if self.send_failure is None:
+            here.tenants.pop(transfer.request_id, None)
+            here._free(transfer.request_id)
         here.send(request_messages.PrefillDone(transfer.request_id, failure=self.send_failure))
+        here.report()
         self.send_failure = None
 
     async def decode(

@@ -265,6 +265,23 @@ def test_a_prefill_engine_confirms_a_release_only_after_its_forward_pass(
     cluster.pe.answer(Released, "r")
 
 
+def test_a_whole_prefill_is_released_with_its_report(cluster: ToyCluster) -> None:
+    keys = prompt_keys(TOKENS)
+    cluster.store(keys[:2])
+    transfer = cluster.load("r", keys, TOKENS, 2, 0)
+    chunk = BlockRun(2, BLOCKS - 2)
+    assert cluster.forward([(transfer, keys, chunk, HBM)]) == {}
+    manager = cluster.pe.manager
+    assert manager.sent("r", "a transfer failed").failure is not None
+    assert manager.active.is_active("r")
+    assert manager.sent("r", None).failure is None
+    assert not manager.active.is_known("r")
+    assert cluster.pe.report().load.free_buffer_tokens == manager.buffer_tokens
+    assert cluster.pe.answers(Released) == []
+    cluster.pe.command(Release(request_id="r", reason="sent before the report had arrived"))
+    cluster.pe.answer(Released, "r")
+
+
 def test_a_request_released_before_the_pass_takes_no_part_and_moves_nothing(
     cluster: ToyCluster,
 ) -> None:

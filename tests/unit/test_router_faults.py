@@ -301,6 +301,22 @@ async def test_the_de_holds_its_slots_until_the_pe_has_confirmed():
         await made.settled()
 
 
+async def test_the_report_of_a_whole_prefill_confirms_as_well_that_the_pe_writes_no_more():
+    async with cluster() as made:
+        p0, d0 = made.engines["p0"], made.engines["d0"]
+        made.calls.gates["prefill"] = asyncio.Event()
+        p0.unanswered.add(request_messages.Release)
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        run.cancel()
+        await p0.saw(request_messages.Release)
+        p0.send(request_messages.PrefillDone("a", failure="a transfer failed"))
+        await made.delivered(d0)
+        assert not releases(made, "d0")
+        p0.send(request_messages.PrefillDone("a"))
+        assert (await d0.saw(request_messages.Release)).writer_certain
+
+
 async def test_a_pe_that_never_confirms_puts_the_slots_into_quarantine():
     async with cluster() as made:
         p0, d0 = made.engines["p0"], made.engines["d0"]

@@ -56,7 +56,6 @@ _ENGINE_POINTS = (
     Failpoint(Step.LOOKING_UP, _HANDLE, "Lookup"),
     Failpoint(Step.RESERVING, _HANDLE, "Assign"),
     Failpoint(Step.READING, "dualpath.storage.posix:PosixStorage.read"),
-    Failpoint(Step.RELEASING, _HANDLE, "Release"),
 )
 #: A transfer of KV is over; on the thread that moves KV.
 _MOVED = "dualpath.engine.passes.pump:Completion.finish"
@@ -64,11 +63,13 @@ _PREFILL_POINTS = (
     Failpoint(Step.PREFILLING, _MOVED),
     Failpoint(Step.PREFILLING, "dualpath.engine.passes.forward_pass:ForwardPass.computed"),
     Failpoint(Step.HANDING_OVER, "dualpath.engine.control.traffic_manager:TrafficManager.sent"),
+    Failpoint(Step.RELEASING, "dualpath.engine.control.traffic_manager:TrafficManager._free"),
 )
 _DECODE_POINTS = (
     Failpoint(Step.HANDING_OVER, "dualpath.engine.control.transfer_checks:TransferChecks.check"),
     Failpoint(Step.H2D, "dualpath.engine.control.traffic_manager:TrafficManager.fill_hbm"),
     Failpoint(Step.H2D, _MOVED),
+    Failpoint(Step.RELEASING, _HANDLE, "Release"),
 )
 _PREFILL_RANK = (
     Failpoint(Step.PREFILLING, "dualpath.engine.ranks.follower:FollowedPass.computed"),

@@ -42,7 +42,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 #     ReadDone → vLLM request at the PE carrying a ``PrefillTransfer`` → first token and PrefillDone
 #     → Persist(DE, the prompt's new blocks) and vLLM request at the DE carrying a
 #     ``DecodeTransfer`` → KvInHbm (H2D done, slots of the DE buffer free) → tokens → Release at
-#     both → Released
+#     the DE → Released
 
 
 class Assign(Message, frozen=True, tag=True):
@@ -122,7 +122,8 @@ class PrefillDone(Message, frozen=True, tag=True):
     """The PE's last transfer for the request is over; the DE buffer is complete iff no failure.
 
     The router regards a prefill as complete only after this message: the engine's HTTP answer
-    proves that the first token was computed, not that the KV arrived.
+    proves that the first token was computed, not that the KV arrived.  Without a failure the PE has
+    released the request, as if it had got a ``Release`` and had answered ``Released``.
 
     For metrics: ``forward_s`` is the time of the request's forward passes, ``transfer_s`` the part
     of it in which they waited for transfers that did not overlap with computation; 0 in modes
@@ -168,7 +169,7 @@ class Failed(Message, frozen=True, tag=True):
 
 
 #: Incremented whenever a message changes its form or meaning; both ends must agree.
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 #: Length of a truncated key in ``CacheUpdate``, and how many keys one message has.
 CACHE_UPDATE_KEY_BYTES = 8

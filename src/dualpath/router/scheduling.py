@@ -175,7 +175,7 @@ class ScheduledAttempt(Protocol):
         ...
 
     async def prefilled(self) -> Prefilled:
-        """The PE's first token is there: wait for its report that the KV arrived, release the PE.
+        """The PE's first token is there: wait for its report that the KV arrived.
 
         Without a PE it waits for nothing and is called before the DE's request.  Raises
         ``EngineLostError`` without a report, ``TransportError`` if KV did not arrive.

@@ -143,6 +143,10 @@ class StubEngine:
             self._session.load_changed = True
         self._post(self._session.send(message, time.monotonic()))
 
+    def released(self, request_id: str) -> None:
+        """A request counts no longer."""
+        self._counted.pop(request_id, None)
+
     def _hello(self, registration: int) -> control.Register:
         agents = (AgentAddress(self._epoch, bytes(METADATA_BYTES), _REGIONS),)
         return control.Register(
@@ -195,7 +199,7 @@ class StubEngine:
                     )
                 )
             case request_messages.Release():
-                self._counted.pop(message.request_id, None)
+                self.released(message.request_id)
                 self.send(request_messages.Released(message.request_id))
 
     def _post(self, envelopes_out: Sequence[envelopes.FromEngine]) -> None:
@@ -267,6 +271,7 @@ class StubEngines:
         """Report that a PE has computed its prefill, or that a DE has the KV in HBM."""
         engine, name = self._engines[engine_id], transfer.request_id
         if isinstance(transfer, PrefillTransfer):
+            engine.released(name)
             engine.send(request_messages.PrefillDone(name))
         else:
             engine.send(request_messages.KvInHbm(name, 0.0))

@@ -335,6 +335,10 @@ class TrafficManager:
 
     def _release(self, message: Release) -> None:
         """Release a request that is in no forward pass; ``Released`` follows."""
+        self._free(message)
+        self._send(Released(request_id=message.request_id))
+
+    def _free(self, message: Release) -> None:
         self._reader.cancel(message.request_id)
         self.active.drop(message.request_id)
         if message.writer_certain:
@@ -342,7 +346,6 @@ class TrafficManager:
         else:
             self.buffer.quarantine(message.request_id)
         self.buffer.release(message.request_id)
-        self._send(Released(request_id=message.request_id))
 
     def end_session(self, reason: str) -> None:
         """Drop the requests that do not decode yet, as the router does (``assigned_requests``).
@@ -375,14 +378,23 @@ class TrafficManager:
     # ------------------------------------------------------------------ work from the engine
 
     def sent(self, request_id: str, failure: str | None) -> PrefillDone:
-        """Return the message that ends a prefill, with the times of its forward passes."""
+        """Return the message that ends a prefill, with the times of its forward passes.
+
+        Without a failure the request is released here, as the router expects after this message:
+        its last transfer is over.
+        """
         pass_ns, waited_ns = self.active.pass_times_ns(request_id)
-        return PrefillDone(
+        done = PrefillDone(
             request_id=request_id,
             failure=failure,
             forward_s=pass_ns / _NS_PER_S,
             transfer_s=waited_ns / _NS_PER_S,
         )
+        if failure is None:
+            release = Release(request_id=request_id, reason="prefill done")
+            if self.active.ask_release(release):
+                self._free(release)
+        return done
 
     def fill_hbm(
         self,

@@ -197,7 +197,7 @@ class EngineAttempt(AttemptChannel):
         return Prepared(self.decode_transfer, prefill)
 
     async def prefilled(self) -> Prefilled:
-        """Wait until the KV has arrived; release the PE, have the prompt's new blocks stored."""
+        """Wait until the KV has arrived; have the prompt's new blocks stored."""
         if self._appends:
             # The DE stores the blocks of the append as those of generated tokens.
             self._persist(self._order.keys[: self._loaded.hit_blocks])
@@ -205,8 +205,7 @@ class EngineAttempt(AttemptChannel):
         done = await self._kv_arrived()
         engine_id = self._prefill_engine.engine_id
         self.engines.discard(engine_id)
-        self._assigned.discard(engine_id)
-        self._scheduler.releases.release(engine_id, self.attempt_id, "prefill done")
+        self._assigned.discard(engine_id)  # It has released the request with ``PrefillDone``.
         self._scheduler.dispatch.prefill_done(self.attempt_id, engine_id)
         self._persist(self._order.keys)
         account = self._account()

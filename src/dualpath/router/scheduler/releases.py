@@ -3,7 +3,8 @@
 A PE writes KV directly into the DE's buffer.  When a request ends, the DE must not reuse its slots
 before every process that could write to them is known to write no more.  Proof is
 
-* the PE's ``Released``, or its registration in a new session that does not name the request;
+* the PE's ``PrefillDone`` without a failure or its ``Released``, or its registration in a new
+  session that does not name the request;
 * tokens of the DE, or its report that the KV is in HBM: all KV has arrived;
 * the death of the PE's process (``ControlListener.on_dead``).
 

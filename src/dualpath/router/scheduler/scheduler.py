@@ -15,7 +15,14 @@ from typing import Any, Protocol
 
 from dualpath.core.blocks import BlockGeometry, BlockKey
 from dualpath.core.cluster import HostProcess, Role, Writer
-from dualpath.core.control import CacheUpdate, EngineMessage, Released, Report, RouterMessage
+from dualpath.core.control import (
+    CacheUpdate,
+    EngineMessage,
+    PrefillDone,
+    Released,
+    Report,
+    RouterMessage,
+)
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.core.session_hints import SessionHints
@@ -471,6 +478,8 @@ class Scheduler:
         elif isinstance(message, CacheUpdate):
             self.cached.update(info.engine_id, message)
         else:
+            if isinstance(message, PrefillDone) and message.failure is None:
+                self.releases.writer_done(message.request_id, info.writer)
             self.exchange.deliver(info.engine_id, message)
 
     # ------------------------------------------------------------------ placement
