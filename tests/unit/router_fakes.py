@@ -129,6 +129,8 @@ class FakeEngine:
         self.waiting: deque[tuple[str, int]] = deque()
         self.quarantined = {}
         self.tenants: dict[str, int] = {}
+        self.called: set[str] = set()
+        self.taken: set[tuple[str, int]] = set()
         self.kv_in_hbm: set[str] = set()
         self.withheld: deque[request_messages.KvInHbm] = deque()
         self.persisted: set[str] = set()
@@ -239,6 +241,7 @@ class FakeEngine:
             draining=self.draining,
             counters=self.counters,
             steps=self.steps,
+            called=tuple(self.called.intersection(self.tenants)),
         )
 
     def idle(self) -> bool:
@@ -359,6 +362,15 @@ class FakeEngine:
         self.persisted.add(message.request_id)
         self._free_if_over(message.request_id)
 
+    def take_call(self, request_id: str, assignment: transfers.CallAssignment) -> None:
+        """Count a request that was assigned with its call, once in its session."""
+        name = assignment.session, assignment.number
+        if assignment.session == self.session.session and name not in self.taken:
+            self.taken.add(name)
+            self.tenants[request_id] = assignment.tokens
+            self.called.add(request_id)
+            self.report()
+
     def decode_transfer(self, request_id: str) -> None:
         """The KV is in HBM."""
         self.kv_in_hbm.add(request_id)
@@ -381,6 +393,7 @@ class FakeEngine:
         self._grant()
 
     def _release(self, message: request_messages.Release) -> None:
+        self.taken.add((self.session.session, message.assignment))
         self.tenants.pop(message.request_id, None)
         self.waiting = deque(w for w in self.waiting if w[0] != message.request_id)
         if message.writer_certain:
@@ -436,6 +449,8 @@ class FakeCalls:
         if there.dead.is_set() or there.epoch != prefill_transfer.decode_epoch:
             raise TransportError(f"{there.engine_id} is gone")
         self._check_alive(here, engine)
+        if (assignment := prefill_transfer.assignment) is not None:
+            here.take_call(prefill_transfer.request_id, assignment)
         if prefill_transfer.request_id not in here.tenants:
             raise TransportError(f"{here.engine_id} has ended the session of this request")
         self._check_hits(here, there, job, prefill_transfer)

@@ -28,6 +28,9 @@ PROMPT = list(range(100, 118))
 #: What makes an engine suspicious is not that it is silent.
 PATIENT = RouterSettings(engine_timeout_s=GUARD_S)
 
+#: No block of it is a hit of ``PROMPT``.
+OTHER_PROMPT = list(range(500, 518))
+
 
 def releases(made: Cluster, engine_id: str) -> list[request_messages.Release]:
     return [m for m in made.engines[engine_id].received if isinstance(m, request_messages.Release)]
@@ -298,6 +301,52 @@ async def test_the_de_holds_its_slots_until_the_pe_has_confirmed():
         assert not releases(made, "d0")
         p0.answer(release)
         assert (await d0.saw(request_messages.Release)).writer_certain
+        await made.settled()
+
+
+async def test_the_assignment_of_a_pe_that_reads_nothing_comes_with_its_call():
+    async with cluster() as made:
+        p0 = made.engines["p0"]
+        await made.run(job("first", OTHER_PROMPT))
+        assert made.calls.transfers[0].assignment is None, "it might not know the DE yet"
+        await p0.saw(request_messages.Assign)
+        p0.received.clear()
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        assignment = made.calls.transfers[1].assignment
+        assert assignment is not None
+        assert (assignment.session, assignment.number) == (p0.session.session, 1)
+        assert not [m for m in p0.received if isinstance(m, request_messages.Assign | control.Sync)]
+        await made.settled()
+
+
+async def test_a_pe_that_has_not_confirmed_to_know_the_de_is_sent_the_assignment_before():
+    async with cluster() as made:
+        await made.run(job("first", OTHER_PROMPT))
+        await made.revive("d0")
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        assert made.calls.transfers[-1].assignment is None
+        assert await made.run(job("b", PROMPT)) == expected(PROMPT, 6)
+        assert made.calls.transfers[-1].assignment is not None
+        await made.settled()
+
+
+async def test_a_call_that_comes_after_its_attempt_has_ended_is_refused():
+    async with cluster() as made:
+        p0 = made.engines["p0"]
+        await made.run(job("first", OTHER_PROMPT))
+        made.calls.gates["prefill"] = gate = asyncio.Event()
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        while len(made.calls.transfers) < 2:
+            await asyncio.sleep(0.01)
+        run.cancel()
+        late = made.calls.transfers[1]
+        assert late.assignment is not None
+        release = await p0.saw(request_messages.Release)
+        assert release.assignment == late.assignment.number
+        gate.set()
+        with pytest.raises(TransportError, match="has ended the session"):
+            await made.calls.prefill(made.service.registry.live("p0"), job("a", PROMPT), late)
         await made.settled()
 
 

@@ -38,8 +38,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 #
 # Their order (Fig. 4 of the paper):
 #
-#     Assign(DE, reserve whole prompt) → Reserved → Assign(PE) and Read on the chosen side(s) →
-#     ReadDone → vLLM request at the PE carrying a ``PrefillTransfer`` → first token and PrefillDone
+#     Assign(DE, reserve whole prompt) → Reserved → Read on the chosen side(s), and Assign(PE) if it
+#     reads → ReadDone → vLLM request at the PE carrying a ``PrefillTransfer``, which else has the
+#     assignment of the PE → first token and PrefillDone
 #     → Persist(DE, the prompt's new blocks) and vLLM request at the DE carrying a
 #     ``DecodeTransfer`` → KvInHbm (H2D done, slots of the DE buffer free) → tokens → Release at
 #     the DE → Released
@@ -147,12 +148,15 @@ class Release(Message, frozen=True, tag=True):
     """The request is over on this engine; slots are freed once nothing can write to them.
 
     ``writer_certain`` is False while a prefill engine may still write into the slots: they are then
-    quarantined until another ``Release`` of the request has it True.
+    quarantined until another ``Release`` of the request has it True.  ``assignment`` is the number
+    of the ``CallAssignment`` of the request, 0 if it has none: a PE that has not got the call yet
+    refuses it from now on.
     """
 
     request_id: Name
     reason: str
     writer_certain: bool = True
+    assignment: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Released(Message, frozen=True, tag=True):
@@ -230,10 +234,12 @@ class Registered(Message, frozen=True, tag=True):
     """Answer to the ``Register`` with this ``registration``: the session of its envelope has begun.
 
     ``enable_caching``: whether the engine caches blocks in its DRAM buffer for later requests.
+    ``session`` is that of the envelope, for an engine's data plane.
     """
 
     registration: int = 1
     enable_caching: bool = True
+    session: Name = ""
 
 
 class Refused(Message, frozen=True, tag=True):
@@ -389,7 +395,8 @@ class Report(Message, frozen=True, tag=True):
 
     ``report_seq`` numbers an engine's reports: one that is older than the last one received is
     dropped.  ``load`` counts each request if the report's envelope acknowledges its ``Assign``,
-    until the engine has released it.  ``counters`` are monotonic totals for metrics (names in
+    until the engine has released it, and those of ``called``, of which the assignment has come with
+    their call.  ``counters`` are monotonic totals for metrics (names in
     ``engine/counters.py``).  ``unhealthy``: why the data plane is blocked or broken, None if it
     works; ``storage``: how full the storage is, None without a janitor; ``draining``: why the
     engine drains, None if it does not: it leaves once it receives ``Drained``.
@@ -404,6 +411,7 @@ class Report(Message, frozen=True, tag=True):
     storage: StorageUse | None = None
     draining: str | None = None
     steps: int = 0
+    called: tuple[Name, ...] = ()
 
 
 class CacheUpdate(Message, frozen=True, tag=True):

@@ -81,6 +81,10 @@ class Channel(Generic[M, R]):
         """Whether messages of the other end are received but not acknowledged yet."""
         return self._acknowledged < self._received
 
+    def has_received(self, number: int) -> bool:
+        """Whether the other end has acknowledged the message of this number."""
+        return not self._unacknowledged or number < self._unacknowledged[0][0]
+
     def send(self, message: M, now_s: float) -> Envelope[M]:
         """Number a message and store it until it is acknowledged; return its envelope."""
         self._sent += 1

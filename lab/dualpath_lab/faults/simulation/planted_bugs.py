@@ -19,9 +19,10 @@ from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.control import Envelope, Register, Release
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.sessions import Channel
+from dualpath.core.transfers import CallAssignment
 from dualpath.engine.buffer.block_buffer import NO_REQUEST, BlockBuffer, CachedBlocks, SlotPool
 from dualpath.engine.buffer.dram_tier import Retention
-from dualpath.engine.control.assigned_requests import ActiveRequests
+from dualpath.engine.control.assigned_requests import ActiveRequests, TakenNumbers
 from dualpath.engine.control.membership import Membership
 from dualpath.engine.control.peers import Peers
 from dualpath.engine.control.surroundings import Surroundings
@@ -481,6 +482,13 @@ def _same_name(self: RequestLife, job: Job) -> Any:  # noqa: ANN401
     return attempt.run()
 
 
+def _called_in_any_session(
+    self: ActiveRequests, request_id: str, assignment: CallAssignment, now_ns: int
+) -> None:
+    present = msgspec.structs.replace(assignment, session=self._session)
+    _add_called(self, request_id, present, now_ns)
+
+
 def _computed_at_once(self: LayerStream, layer: int) -> None:
     """``LayerStream.computed`` that does not wait until the layer in its region has been sent."""
     self._computed.add(layer)
@@ -545,6 +553,7 @@ _NONE = property(lambda self: (), lambda self, value: None)
 _ALWAYS = property(lambda self: True, lambda self, value: None)
 
 _agents_of = Peers.agents_of
+_add_called = ActiveRequests.add_called
 
 
 def _named_to_prefill_only(self: ControlServer, engine_id: str, peer_id: str) -> None:
@@ -658,6 +667,14 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     "released-in-pass": PlantedBug(
         "a request is released at its PE while a forward pass transfers its KV",
         replaced(ActiveRequests, "ask_release", lambda self, release: True),
+    ),
+    "call-taken-again": PlantedBug(
+        "a PE serves a call that comes after the release of its request",
+        replaced(TakenNumbers, "take", lambda self, number: True),
+    ),
+    "call-of-any-session": PlantedBug(
+        "a PE serves a call that was assigned in a former session",
+        replaced(ActiveRequests, "add_called", _called_in_any_session),
     ),
     "rank-unawaited": PlantedBug(
         "a PE reports a prompt's KV as sent when its first rank has sent it and others still send",

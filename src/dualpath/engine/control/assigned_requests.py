@@ -17,7 +17,7 @@ from dualpath.core.control import (
     Release,
 )
 from dualpath.core.runs import BlockRun
-from dualpath.core.transfers import DecodeTransfer
+from dualpath.core.transfers import CallAssignment, DecodeTransfer
 from dualpath.engine.buffer.block_buffer import BlockBuffer
 from dualpath.engine.control.peers import Peers
 from dualpath.engine.counters import Counter
@@ -34,10 +34,40 @@ _NS_PER_S = 1_000_000_000
 # The requests of one engine: their load, and their state until their buffer slots are free.
 
 
+#: Numbers above the first one that was not taken which ``TakenNumbers`` stores.
+MOST_TAKEN = 1024
+
+
+class TakenNumbers:
+    """Which of the numbers from 1 on were taken; each is taken once.
+
+    They come nearly in order.  If too many lie above one that does not come, that one counts as
+    taken: so memory is bounded, and no number is ever taken twice.
+    """
+
+    def __init__(self) -> None:
+        #: All numbers up to this one count as taken, and these above it.
+        self._all_up_to = 0
+        self._above: set[int] = set()
+
+    def take(self, number: int) -> bool:
+        """Take a number; False if it counts as taken already."""
+        if number <= self._all_up_to or number in self._above:
+            return False
+        self._above.add(number)
+        if len(self._above) > MOST_TAKEN:
+            self._all_up_to = min(self._above) - 1
+        while self._all_up_to + 1 in self._above:
+            self._all_up_to += 1
+            self._above.discard(self._all_up_to)
+        return True
+
+
 class _Request:
-    def __init__(self, tokens: int, assigned_ns: int) -> None:
+    def __init__(self, tokens: int, assigned_ns: int, *, called: bool = False) -> None:
         self.tokens = tokens
         self.assigned_ns = assigned_ns
+        self.called = called
         self.hbm_allocated = self.kv_in_hbm = False
         #: It decodes on after the end of its session, until the end of its HTTP call.
         self.detached = False
@@ -59,6 +89,30 @@ class ActiveRequests:
     def __init__(self, threads: Threads = OS_THREADS) -> None:
         self._lock = threads.lock()
         self._active: dict[str, _Request] = {}
+        #: The present session, and which of its assignments came with calls, or were released.
+        self._session = ""
+        self._taken = TakenNumbers()
+
+    def begin_session(self, session: str) -> None:
+        """A session begins: assignments that come with calls are numbered from 1 on."""
+        with self._lock:
+            self._session, self._taken = session, TakenNumbers()
+
+    def add_called(self, request_id: str, assignment: CallAssignment, now_ns: int) -> None:
+        """Count a request that was assigned with its call, unless it is here.
+
+        An assignment of another session, and one that was taken or released before, does not count.
+        """
+        with self._lock:
+            if request_id in self._active or assignment.session != self._session:
+                return
+            if self._taken.take(assignment.number):
+                self._active[request_id] = _Request(assignment.tokens, now_ns, called=True)
+
+    def called(self) -> tuple[str, ...]:
+        """Return the requests that were assigned with their calls."""
+        with self._lock:
+            return tuple(name for name, request in self._active.items() if request.called)
 
     def add(self, request_id: str, tokens: int, now_ns: int) -> None:
         """Count a request of ``tokens`` that was assigned to this engine."""
@@ -76,6 +130,7 @@ class ActiveRequests:
         """
         dropped = {}
         with self._lock:
+            self._session = ""
             for request_id, request in list(self._active.items()):
                 if request.streams:
                     request.release = request.release or Release(request_id, reason)
@@ -214,6 +269,8 @@ class ActiveRequests:
     def ask_release(self, release: Release) -> bool:
         """Note the release of a request; False if it has to wait for a forward pass."""
         with self._lock:
+            if release.assignment:
+                self._taken.take(release.assignment)
             request = self._active.get(release.request_id)
             if request is None:
                 return True

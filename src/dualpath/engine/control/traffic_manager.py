@@ -39,7 +39,7 @@ from dualpath.core.control import (
     Synced,
 )
 from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathError
-from dualpath.core.transfers import DecodeTransfer
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.block_events import BlockEvents, Medium
 from dualpath.engine.buffer.block_buffer import BlockBuffer, Grant
 from dualpath.engine.buffer.dram_tier import DramTier, Retention
@@ -214,6 +214,7 @@ class TrafficManager:
             counters=self.counters.snapshot() | self._tier.totals(),
             unhealthy=self.health(),
             steps=self._rank.health.steps,
+            called=self.active.called(),
         )
 
     @property
@@ -285,6 +286,7 @@ class TrafficManager:
                 self._retention.apply(message, self.trace.now_ns())
 
     def _begin_session(self, message: Registered) -> None:
+        self.active.begin_session(message.session)
         self._tier.begin_session(caching=message.enable_caching)
         self.peers.session_begins(self.trace.now_ns())
         for request_id in self._teardown.settled_since():
@@ -376,6 +378,17 @@ class TrafficManager:
         self._tier.send_changes()
 
     # ------------------------------------------------------------------ work from the engine
+
+    def take_call(self, transfer: PrefillTransfer) -> bool:
+        """Take the assignment that a request's call brings, if it does; return whether it is here.
+
+        A request that was released, of which the session is over or the prefill has been reported
+        is not here: its slots may have other owners.
+        """
+        if transfer.assignment is not None:
+            now_ns = self.trace.now_ns()
+            self.active.add_called(transfer.request_id, transfer.assignment, now_ns)
+        return self.active.is_active(transfer.request_id)
 
     def sent(self, request_id: str, failure: str | None) -> PrefillDone:
         """Return the message that ends a prefill, with the times of its forward passes.

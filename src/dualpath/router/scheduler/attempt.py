@@ -60,7 +60,7 @@ from dualpath.core.control import (
 from dualpath.core.errors import EngineLostError, HitLostError, TransportError
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
+from dualpath.core.transfers import CallAssignment, DecodeTransfer, PrefillTransfer
 from dualpath.policy.events import Assignment, SlotsGranted
 from dualpath.router.engines import EngineInfo
 from dualpath.router.hit_account import (
@@ -135,6 +135,8 @@ class EngineAttempt(AttemptChannel):
         self._appends = False
         #: Engines that count the request.
         self._assigned: set[str] = set()
+        #: The PE's assignment, if its call brings it.
+        self._call_assignment: CallAssignment | None = None
         #: Blocks at the head of the prompt: those stored; the hits at the engines of the
         #: assignment, stored or not; the hits that are to be loaded.
         self._stored_blocks = self._found_blocks = self._wanted_blocks = 0
@@ -193,6 +195,7 @@ class EngineAttempt(AttemptChannel):
             de_slots=loaded.de_slots,
             shared_blocks=loaded.shared_blocks,
             prompt_digest=self._order.prompt_digest,
+            assignment=self._call_assignment,
         )
         return Prepared(self.decode_transfer, prefill)
 
@@ -236,8 +239,9 @@ class EngineAttempt(AttemptChannel):
         scheduler.exchange.close(self.attempt_id)
         if self._placed:
             decode = self._decode_engine.engine_id
+            number = 0 if self._call_assignment is None else self._call_assignment.number
             for prefill in self._assigned - {decode}:
-                scheduler.releases.release(prefill, self.attempt_id, reason)
+                scheduler.releases.release(prefill, self.attempt_id, reason, number)
             if decode in self._assigned:
                 scheduler.releases.release_when_safe(decode, self.attempt_id, reason)
         scheduler.dispatch.ended(self.attempt_id)
@@ -338,7 +342,7 @@ class EngineAttempt(AttemptChannel):
         else:
             # A PE that gets no slots in any case need not wait for the DE's slots and reads.
             _, loaded = await gather_or_cancel(
-                self._assign(self._prefill_engine), self._reserve_and_read(runs, pe_idle=True)
+                self._assign_idle_prefill(), self._reserve_and_read(runs, pe_idle=True)
             )
             assert loaded is not None
             de_slots, outcomes = loaded
@@ -439,7 +443,7 @@ class EngineAttempt(AttemptChannel):
         fitting, cut = split_at(runs, most)
         short = [RunRead(run, run.head(0), (), "buffer-too-small") for run in cut]
         if not fitting:
-            await self._assign(engine)
+            await self._assign_idle_prefill()
             return short
         count = sum(run.blocks.count for run in fitting)
         granted = await self._reserve(engine, count, [run.blocks for run in fitting])
@@ -530,6 +534,20 @@ class EngineAttempt(AttemptChannel):
             granted = self.expect(Reserved, engine.engine_id)
             self._send_assign(engine, count, tuple(keys) if cached else ())
             return await granted
+
+    async def _assign_idle_prefill(self) -> None:
+        """Let a PE that reads nothing count the request, with its call if that is possible.
+
+        The call may overtake control messages, so the PE has to know its session and the DE.
+        """
+        prefill, decode = self._prefill_engine.engine_id, self._decode_engine.engine_id
+        server, tokens = self._scheduler.server, self._assignment.at(Role.PREFILL).tokens
+        if not server.knows_peer(prefill, decode):
+            await self._assign(self._prefill_engine)
+            return
+        self.check()
+        self._assigned.add(prefill)
+        self._call_assignment = server.call_assignment(prefill, tokens)
 
     async def _assign(self, engine: EngineInfo) -> None:
         """Let an engine count the request, which holds no slot in its buffer.

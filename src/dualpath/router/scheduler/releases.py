@@ -136,9 +136,12 @@ class Releases:
         for attempt_id in info.quarantined:
             self._adopt(attempt_id, info)
 
-    def release(self, engine_id: str, attempt_id: str, reason: str) -> None:
-        """Release an attempt at an engine if no other process writes to its buffer."""
-        self._send(engine_id, Release(request_id=attempt_id, reason=reason))
+    def release(self, engine_id: str, attempt_id: str, reason: str, assignment: int = 0) -> None:
+        """Release an attempt at an engine if no other process writes to its buffer.
+
+        ``assignment`` is as in ``Release``.
+        """
+        self._send(engine_id, Release(attempt_id, reason, assignment=assignment))
 
     def release_when_safe(self, engine_id: str, attempt_id: str, reason: str) -> None:
         """Release an attempt at its DE as soon as no PE can write to its slots any more."""

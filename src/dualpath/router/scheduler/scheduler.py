@@ -469,7 +469,7 @@ class Scheduler:
         """Called by the control server."""
         if isinstance(message, Report):
             self.pauses.reported(info, message)
-            self.dispatch.report(info.engine_id, message.load, received)
+            self.dispatch.report(info.engine_id, message.load, received, message.called)
             self.roles.poll()
             if self.role_policy is not None:
                 self.role_policy.tick(self._role_queue)
