@@ -325,7 +325,7 @@ async def test_a_pe_that_has_not_confirmed_to_know_the_de_is_sent_the_assignment
         await made.revive("d0")
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
         assert made.calls.transfers[-1].assignment is None
-        assert await made.run(job("b", PROMPT)) == expected(PROMPT, 6)
+        await made.run(job("b", range(900, 918)))
         assert made.calls.transfers[-1].assignment is not None
         await made.settled()
 
