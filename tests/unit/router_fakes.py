@@ -130,6 +130,9 @@ class FakeEngine:
         self.quarantined = {}
         self.tenants: dict[str, int] = {}
         self.called: set[str] = set()
+        #: Reads that begin with a grant, and requests of which the router knows that they wait.
+        self.reads: dict[str, tuple[request_messages.GrantRead, tuple[bytes, ...]]] = {}
+        self.announced: set[str] = set()
         self.taken: set[tuple[str, int]] = set()
         self.kv_in_hbm: set[str] = set()
         self.withheld: deque[request_messages.KvInHbm] = deque()
@@ -275,6 +278,7 @@ class FakeEngine:
     def _end(self, reason: str) -> None:
         """The session ends: all requests are dropped, slots that a PE may write to quarantined."""
         self.waiting.clear()
+        self.reads.clear()
         for request_id in [*self.leases]:
             if self.role is Role.DECODE and request_id not in self.kv_in_hbm | self.persisted:
                 self.quarantined[request_id] = self.leases.pop(request_id)
@@ -302,8 +306,13 @@ class FakeEngine:
                         )
                     )
                 elif message.reserve_blocks:
+                    if message.read is not None:
+                        self.reads[message.request_id] = message.read, message.keys
                     self.waiting.append((message.request_id, message.reserve_blocks))
                     self._grant()
+                    if message.request_id in self.reads:
+                        self.announced.add(message.request_id)
+                        self.send(request_messages.ReservationWaits(message.request_id))
                 self.report()
             case request_messages.Read():
                 self._read(message)
@@ -324,9 +333,22 @@ class FakeEngine:
             for slot in slots:
                 self.content.pop(slot, None)
             self.leases[request_id] = slots
-            self.send(
-                request_messages.Reserved(request_id=request_id, slots=tuple(slots), wait_s=0.0)
-            )
+            read, keys = self.reads.pop(request_id, (None, ()))
+            run = None if read is None else read.behind(0)
+            if read is None or run is None or read.announced or request_id in self.announced:
+                self.send(
+                    request_messages.Reserved(request_id=request_id, slots=tuple(slots), wait_s=0.0)
+                )
+            if read is not None and run is not None:
+                end = read.first_slot + run.blocks.count
+                self._take(
+                    request_messages.Read(
+                        request_id,
+                        run.with_slots(slots[read.first_slot : end]),
+                        keys[read.first_slot : end],
+                        read.deadline_s,
+                    )
+                )
 
     def _read(self, read: request_messages.Read) -> None:
         slots = self.leases.get(read.request_id)
@@ -396,6 +418,7 @@ class FakeEngine:
         self.taken.add((self.session.session, message.assignment))
         self.tenants.pop(message.request_id, None)
         self.waiting = deque(w for w in self.waiting if w[0] != message.request_id)
+        self.reads.pop(message.request_id, None)
         if message.writer_certain:
             self.free.extend(self.quarantined.pop(message.request_id, ()))
             self._free(message.request_id)

@@ -350,6 +350,17 @@ async def test_a_call_that_comes_after_its_attempt_has_ended_is_refused():
         await made.settled()
 
 
+async def test_an_engine_that_neither_reads_nor_reports_a_full_buffer_fails_the_attempt():
+    settings = RouterSettings(read_deadline_s=1.0, read_margin_s=1.0, max_attempts=1)
+    async with cluster(settings=settings) as made:
+        made.stored.update(keys_of(PROMPT))
+        made.engines["p0"].unanswered.add(request_messages.Assign)
+        with pytest.raises(EngineLostError, match="p0 has neither read 4 blocks nor reported"):
+            await made.run(job("a", PROMPT))
+        made.engines["p0"].unanswered.clear()
+        await made.settled()
+
+
 async def test_the_report_of_a_whole_prefill_confirms_as_well_that_the_pe_writes_no_more():
     async with cluster() as made:
         p0, d0 = made.engines["p0"], made.engines["d0"]

@@ -94,6 +94,7 @@ class ToyCalls:
         )
         keys = self._keys(job)
         chunk = BlockRun(prefill_transfer.hit_blocks, len(keys) - prefill_transfer.hit_blocks)
+        assert self._toys.pe.manager.take_call(prefill_transfer)
         async with self._one:
             failures = await asyncio.to_thread(
                 self._toys.forward, [(prefill_transfer, keys, chunk, range(len(keys)))]

@@ -42,7 +42,7 @@ _ROUTER_POINTS = (
     Failpoint(Step.LOOKING_UP, f"{_AT_ENGINES}._look_up"),
     Failpoint(Step.WAITING, f"{_AT_ENGINES}._find_engines"),
     Failpoint(Step.RESERVING, f"{_AT_ENGINES}._reserve"),
-    Failpoint(Step.READING, f"{_AT_ENGINES}._read"),
+    Failpoint(Step.READING, f"{_AT_ENGINES}._reading"),
     Failpoint(Step.PREFILLING, f"{_ATTEMPT}._prefill"),
     Failpoint(Step.HANDING_OVER, f"{_ATTEMPT}._stream_first"),
     Failpoint(Step.PERSISTING, f"{_AT_ENGINES}._persist"),

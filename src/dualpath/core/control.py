@@ -6,8 +6,8 @@ never sent over this connection.
 
     router → engine   Registered Refused Ack PeerUp PeerDown LivenessProbe Lookup Sync Assign Read
                       Persist Release Retain Drained
-    engine → router   Register Report CacheUpdate ConfirmedDead LookupDone Synced Reserved ReadDone
-                      PrefillDone KvInHbm Released Failed Deregister
+    engine → router   Register Report CacheUpdate ConfirmedDead LookupDone Synced ReservationWaits
+                      Reserved ReadDone PrefillDone KvInHbm Released Failed Deregister
 
 The messages about one request, and their order, are in ``core.request_messages``.
 """
@@ -23,7 +23,7 @@ from dualpath.core.errors import IncompatibleError
 from dualpath.core.key_cache import Adapter
 from dualpath.core.names import Name, in_one_line
 from dualpath.core.rates import Rates
-from dualpath.core.runs import HitRun
+from dualpath.core.runs import BlockRun, HitRun
 
 # ----------------------------------------------------------------------------------------- message
 # The base class of control messages.
@@ -38,12 +38,43 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 #
 # Their order (Fig. 4 of the paper):
 #
-#     Assign(DE, reserve whole prompt) → Reserved → Read on the chosen side(s), and Assign(PE) if it
-#     reads → ReadDone → vLLM request at the PE carrying a ``PrefillTransfer``, which else has the
-#     assignment of the PE → first token and PrefillDone
+#     Assign(DE, reserve whole prompt, and read if the DE reads) → ReadDone, or Reserved if the DE
+#     does not read or the PE does → Assign(PE, reserve and read) if it reads → ReadDone → vLLM
+#     request at the PE carrying a ``PrefillTransfer``, which has the assignment of a PE that reads
+#     nothing → first token and PrefillDone
 #     → Persist(DE, the prompt's new blocks) and vLLM request at the DE carrying a
 #     ``DecodeTransfer`` → KvInHbm (H2D done, slots of the DE buffer free) → tokens → Release at
 #     the DE → Released
+
+
+class GrantRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A storage read that begins when the slots of an ``Assign`` are granted.
+
+    ``run``, without slots, are blocks to read, as in ``Read``; ``first_slot`` is the position of
+    its first block among the reserved ones, whose keys are those of the ``Assign``.  Blocks that
+    the engine caches are not read.  If it caches fewer than the first ``cached_blocks`` of the
+    reserved ones, it reads nothing and answers with ``Reserved``: the read is planned again.  After
+    ``deadline_s`` from the grant it answers with the blocks verified so far.  ``parent`` is the key
+    before the first reserved block.  ``announced``: ``Reserved`` is sent at the grant as well, as
+    another engine waits for it.
+    """
+
+    run: HitRun
+    first_slot: Annotated[int, msgspec.Meta(ge=0)]
+    deadline_s: float
+    cached_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    parent: bytes = b""
+    announced: bool = False
+
+    def behind(self, cached_blocks: int) -> HitRun | None:
+        """Return what is to be read if the first ``cached_blocks`` reserved blocks are cached.
+
+        None if nothing is: all is cached, or so few blocks are that the read is planned again.
+        """
+        blocks, cut = self.run.blocks, max(cached_blocks - self.first_slot, 0)
+        if cached_blocks < self.cached_blocks or cut >= blocks.count:
+            return None
+        return self.run.part(BlockRun(blocks.first + cut, blocks.count - cut))
 
 
 class Assign(Message, frozen=True, tag=True):
@@ -51,14 +82,24 @@ class Assign(Message, frozen=True, tag=True):
 
     A ``Report`` counts it if its envelope acknowledges this message.
     ``reserve_blocks`` > 0 asks for that many Full Block slots of the engine's DRAM buffer, granted
-    FIFO and answered with ``Reserved``.  ``keys`` are those of the first of these blocks: the
-    longest cached prefix of them is granted its cached slots.
+    FIFO.  ``keys`` are those of the first of these blocks: with ``use_cached`` the longest cached
+    prefix of them is granted its cached slots.  The answer is ``Reserved``, or with ``read``
+    ``ReadDone``.  With ``read`` an engine that cannot grant the slots at once answers
+    ``ReservationWaits``, and then sends ``Reserved`` at the grant as well.
     """
 
     request_id: Name
     tokens: int
     reserve_blocks: int
     keys: tuple[bytes, ...] = ()
+    use_cached: bool = True
+    read: GrantRead | None = None
+
+
+class ReservationWaits(Message, frozen=True, tag=True):
+    """The slots of an ``Assign`` with ``read`` are not free; they are granted later."""
+
+    request_id: Name
 
 
 class Reserved(Message, frozen=True, tag=True):
@@ -93,7 +134,8 @@ class ReadDone(Message, frozen=True, tag=True):
     """Outcome of ``Read``: its first ``good_blocks`` are in the buffer and verified.
 
     ``slots`` are all current slots of the request: after a deadline the engine may have replaced
-    slots that a late read could still write to.
+    slots that a late read could still write to.  After ``Assign`` with ``read``, ``wait_s`` and
+    ``cached_blocks`` are those of ``Reserved``.
     """
 
     request_id: Name
@@ -103,6 +145,8 @@ class ReadDone(Message, frozen=True, tag=True):
     queue_s: float
     read_s: float
     slots: tuple[int, ...]
+    wait_s: float = 0.0
+    cached_blocks: int = 0
 
 
 class Persist(Message, frozen=True, tag=True):
@@ -459,6 +503,7 @@ EngineMessage = (
     | ConfirmedDead
     | LookupDone
     | Synced
+    | ReservationWaits
     | Reserved
     | ReadDone
     | PrefillDone

@@ -97,6 +97,10 @@ class Channel(Generic[M, R]):
         """Return the envelope of a message that may be lost, as a newer one supersedes it."""
         return self._envelope(0, message)
 
+    def end(self) -> None:
+        """The session is over: free the messages that will not be resent."""
+        self._unacknowledged.clear()
+
     def receive(self, envelope: Envelope[R], now_s: float) -> tuple[R | None, list[Envelope[M]]]:
         """Return the message to deliver, if any, and the envelopes to resend.
 

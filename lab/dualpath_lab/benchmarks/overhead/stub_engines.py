@@ -188,9 +188,16 @@ class StubEngine:
                 self.send(control.Synced(message.call_id))
             case request_messages.Assign():
                 self._counted[message.request_id] = message.tokens
-                if message.reserve_blocks:
-                    slots = tuple(range(message.reserve_blocks))
+                slots = tuple(range(message.reserve_blocks))
+                if slots and (message.read is None or message.read.announced):
                     self.send(request_messages.Reserved(message.request_id, slots, 0.0))
+                if message.read is not None:
+                    good = message.read.run.blocks.count
+                    self.send(
+                        request_messages.ReadDone(
+                            message.request_id, good, None, 0, 0.0, 0.0, slots
+                        )
+                    )
             case request_messages.Read():
                 run = message.run
                 self.send(

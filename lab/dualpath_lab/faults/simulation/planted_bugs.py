@@ -16,8 +16,9 @@ import msgspec
 
 from dualpath.core.blocks import BlockKey, BlockOrigin, KeyExtras, StoreNamespace, block_keys
 from dualpath.core.cluster import HostProcess, Role
-from dualpath.core.control import Envelope, Register, Release
+from dualpath.core.control import Envelope, GrantRead, Register, Release
 from dualpath.core.errors import ConfigError, StorageError
+from dualpath.core.runs import HitRun
 from dualpath.core.sessions import Channel
 from dualpath.core.transfers import CallAssignment
 from dualpath.engine.buffer.block_buffer import NO_REQUEST, BlockBuffer, CachedBlocks, SlotPool
@@ -482,6 +483,10 @@ def _same_name(self: RequestLife, job: Job) -> Any:  # noqa: ANN401
     return attempt.run()
 
 
+def _behind_any(self: GrantRead, cached_blocks: int) -> HitRun | None:
+    return _behind(self, max(cached_blocks, self.cached_blocks))
+
+
 def _called_in_any_session(
     self: ActiveRequests, request_id: str, assignment: CallAssignment, now_ns: int
 ) -> None:
@@ -553,7 +558,7 @@ _NONE = property(lambda self: (), lambda self, value: None)
 _ALWAYS = property(lambda self: True, lambda self, value: None)
 
 _agents_of = Peers.agents_of
-_add_called = ActiveRequests.add_called
+_add_called, _behind = ActiveRequests.add_called, GrantRead.behind
 
 
 def _named_to_prefill_only(self: ControlServer, engine_id: str, peer_id: str) -> None:
@@ -720,6 +725,10 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     "cached-once-read": PlantedBug(
         "a DE caches blocks as soon as they are read, although the PE may recompute them",
         lambda: mock.patch.object(ReadQueue, "_caches", _ALWAYS, create=True),
+    ),
+    "read-behind-evicted": PlantedBug(
+        "a DE reads what follows its cached blocks although it has evicted some of them",
+        replaced(GrantRead, "behind", _behind_any),
     ),
     "append-over-lost-hit": PlantedBug(
         "a DE computes an append although a part of the hit before it could not be loaded",

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dualpath.core.blocks import BlockGeometry
+from dualpath.core.blocks import BlockGeometry, BlockKey
 from dualpath.core.cluster import EngineAddress, HostProcess, Role
 from dualpath.core.control import (
     Assign,
     ConfirmedDead,
     EngineMessage,
     Failed,
+    GrantRead,
     LivenessProbe,
     Load,
     Lookup,
@@ -32,6 +33,7 @@ from dualpath.core.control import (
     Release,
     Released,
     Report,
+    ReservationWaits,
     Reserved,
     Retain,
     RouterMessage,
@@ -39,6 +41,7 @@ from dualpath.core.control import (
     Synced,
 )
 from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathError
+from dualpath.core.runs import HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.block_events import BlockEvents, Medium
 from dualpath.engine.buffer.block_buffer import BlockBuffer, Grant
@@ -71,6 +74,14 @@ from dualpath.transport.contract import Transport
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
+
+
+class _GrantRead:
+    """A read that begins when the slots of an assignment with these ``keys`` are granted."""
+
+    def __init__(self, read: GrantRead, keys: Sequence[BlockKey]) -> None:
+        self.read, self.keys = read, keys
+        self.announced = read.announced
 
 
 class TrafficManager:
@@ -123,6 +134,9 @@ class TrafficManager:
         self.block_events = BlockEvents(threads)
         slots = settings.buffer_slots(geometry)
         self.buffer = BlockBuffer(geometry, slots, self._granted, threads, rank.memory.buffer)
+        #: Assignments with a read that waits for their slots, and whether the router knows that.
+        self._grant_reads: dict[str, _GrantRead] = {}
+        self._grant_lock = threads.lock()
         self._tier = DramTier(self.buffer, counters, send, node_dram, self.block_events)
         self._reader = ReadQueue(
             storage,
@@ -138,7 +152,7 @@ class TrafficManager:
         )
         self._retention = Retention(self.buffer, self._reader.fetch, self._reader.cancel_fetch)
         self._teardown = SessionTeardown(
-            settings.role, self.active, self.buffer, rank.peers, self._reader.cancel
+            settings.role, self.active, self.buffer, rank.peers, self._cancel_reads
         )
         staging = settings.staging_blocks
         self.staging = BlockBuffer(
@@ -293,7 +307,7 @@ class TrafficManager:
             self._send(Released(request_id=request_id))
 
     def _assign(self, message: Assign) -> None:
-        """Count a request and queue its reservation of slots; ``Reserved`` follows.
+        """Count a request and queue its reservation of slots; ``_granted`` follows.
 
         Raises ``BadRequestError`` if an earlier request of this id is still here,
         ``BufferTooSmallError`` for more slots than the buffer has.
@@ -306,20 +320,65 @@ class TrafficManager:
         self.active.add(message.request_id, message.tokens, self.trace.now_ns())
         if message.reserve_blocks == 0:
             return
+        request_id, shared = message.request_id, message.keys if message.use_cached else ()
+        if (read := message.read) is not None:
+            end = read.first_slot + read.run.blocks.count
+            if end > min(message.reserve_blocks, len(message.keys)):
+                self.active.drop(request_id)
+                raise BadRequestError(
+                    f"request {request_id}: {end} blocks are to be read and "
+                    f"{message.reserve_blocks} to be reserved, with {len(message.keys)} keys; send "
+                    "it through the router"
+                )
+            with self._grant_lock:
+                self._grant_reads[request_id] = _GrantRead(read, message.keys)
         try:
-            self.buffer.request(message.request_id, message.reserve_blocks, message.keys)
+            self.buffer.request(request_id, message.reserve_blocks, shared)
         except BufferTooSmallError:
-            self.active.drop(message.request_id)
+            self.active.drop(request_id)
+            self._cancel_reads(request_id)
             raise
+        with self._grant_lock:
+            if (waiting := self._grant_reads.get(request_id)) is not None:
+                waiting.announced = True
+                self._send(ReservationWaits(request_id))
 
     def _granted(self, grant: Grant) -> None:
+        with self._grant_lock:
+            begun = self._grant_reads.pop(grant.request_id, None)
         assigned_ns = self.active.assigned_ns(grant.request_id)
         if assigned_ns is None:  # released while waiting
             self.buffer.release(grant.request_id)
             return
         wait_s = (self.trace.now_ns() - assigned_ns) / _NS_PER_S
         self._tier.granted(grant)
-        self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.cached))
+        run = None if begun is None else begun.read.behind(grant.cached)
+        if begun is None or run is None or begun.announced:
+            self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.cached))
+        if begun is not None and run is not None:
+            self._read_granted(grant, begun, run, wait_s)
+
+    def _read_granted(self, grant: Grant, begun: "_GrantRead", run: HitRun, wait_s: float) -> None:
+        """Begin the read of an assignment whose slots are granted; ``ReadDone`` follows."""
+        read = begun.read
+        first = read.first_slot + run.blocks.first - read.run.blocks.first
+        end = first + run.blocks.count
+        self._reader.add(
+            ReadTask(
+                grant.request_id,
+                run_reads(self.geometry, run.with_slots(grant.slots[first:end])),
+                begun.keys[first:end],
+                self.trace.now_ns(),
+                read.deadline_s,
+                begun.keys[first - 1] if first else read.parent,
+                (grant, wait_s),
+            )
+        )
+
+    def _cancel_reads(self, request_id: str) -> None:
+        with self._grant_lock:
+            self._grant_reads.pop(request_id, None)
+        self._reader.cancel(request_id)
 
     def _read(self, message: Read) -> None:
         """Queue the storage reads of a run of blocks; ``ReadDone`` follows."""
@@ -341,7 +400,7 @@ class TrafficManager:
         self._send(Released(request_id=message.request_id))
 
     def _free(self, message: Release) -> None:
-        self._reader.cancel(message.request_id)
+        self._cancel_reads(message.request_id)
         self.active.drop(message.request_id)
         if message.writer_certain:
             self.buffer.end_quarantine(message.request_id)

@@ -33,7 +33,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -47,6 +47,7 @@ from dualpath.core.blocks import (
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Assign,
+    GrantRead,
     KvInHbm,
     Lookup,
     LookupDone,
@@ -54,6 +55,7 @@ from dualpath.core.control import (
     PrefillDone,
     Read,
     ReadDone,
+    ReservationWaits,
     Reserved,
     Sync,
 )
@@ -382,8 +384,10 @@ class EngineAttempt(AttemptChannel):
         blocks = holding_blocks(self._order.prompt_tokens, self._scheduler.block_tokens)
         if self._appends:
             blocks = hit_run.count
-        granted = await self._reserve(self._decode_engine, blocks, [hit_run])
-        if any(run.cached for run in runs):
+        self._whole_from = self._scheduler.geometry.whole_from(hit_run.count)
+        read = self._read_at_decode(runs, announced=not pe_idle)
+        granted = await self._reserve(self._decode_engine, blocks, [hit_run], read)
+        if granted.read is None and any(run.cached for run in runs):
             runs = self._slots_granted(granted.cached_blocks)
         hit_blocks = _hit_blocks(runs)
         self._whole_from = self._scheduler.geometry.whole_from(hit_blocks)
@@ -395,7 +399,7 @@ class EngineAttempt(AttemptChannel):
             for run in side_of(rest, Role.DECODE)
         ]
         decode_reads = self._read_all(
-            self._decode_engine, [head, *at_decode] if cached else at_decode
+            self._decode_engine, [head, *at_decode] if cached else at_decode, granted.read
         )
         if pe_idle:
             of_decode, of_prefill = await decode_reads, []
@@ -406,6 +410,42 @@ class EngineAttempt(AttemptChannel):
             slots = outcome.slots or slots  # A deadline may have replaced slots.
         outcomes = sorted(of_decode + of_prefill, key=lambda one: one.assigned.blocks.first)
         return slots, outcomes
+
+    def _read_at_decode(self, runs: Sequence[HitRun], *, announced: bool) -> GrantRead | None:
+        """Return the DE's read if it can begin when the DE grants slots, None if it cannot.
+
+        It cannot if it may have to be planned again for other reasons than what the DE caches, or
+        if it is no single run.
+        """
+        own = [run for run in side_of(runs, Role.DECODE) if not run.cached]
+        if len(own) != 1 or any(run.cached and run.side is Role.PREFILL for run in runs):
+            return None
+        cached = max((run.blocks.end for run in runs if run.cached), default=0)
+        return self._grant_read(self._decode_engine, own[0], 0, cached, announced=announced)
+
+    def _grant_read(
+        self,
+        engine: EngineInfo,
+        run: HitRun,
+        first: int,
+        cached_blocks: int = 0,
+        *,
+        announced: bool = False,
+    ) -> GrantRead | None:
+        """Return the read of a run whose slots are those of the blocks from ``first`` on.
+
+        None if the engine cannot read all of it.
+        """
+        if run.blocks.end > self._readable_blocks(engine):
+            return None
+        return GrantRead(
+            run.with_slots(()).whole_behind(self._whole_from),
+            run.blocks.first - first,
+            self._scheduler.settings.read_deadline_s,
+            cached_blocks,
+            self._order.keys[first - 1] if first else chain_root(),
+            announced,
+        )
 
     def _slots_granted(self, cached_blocks: int) -> tuple[HitRun, ...]:
         """Return the planned reads now that the DE has reported what its buffer caches.
@@ -446,13 +486,30 @@ class EngineAttempt(AttemptChannel):
             await self._assign_idle_prefill()
             return short
         count = sum(run.blocks.count for run in fitting)
-        granted = await self._reserve(engine, count, [run.blocks for run in fitting])
+        first, read = fitting[0].blocks.first, None
+        if fitting[-1].blocks.end - first == count:
+            read = self._grant_read(engine, HitRun(Role.PREFILL, BlockRun(first, count)), first)
+        granted = await self._reserve(engine, count, [run.blocks for run in fitting], read)
         placed = in_slots(fitting, granted.slots, granted.cached_blocks)
-        return await self._read_all(engine, placed) + short
+        return await self._read_all(engine, placed, granted.read) + short
 
-    async def _read_all(self, engine: EngineInfo, runs: Sequence[HitRun]) -> list[RunRead]:
-        """Return the outcomes of runs in an engine's slots, which are read one after the other."""
-        return [RunRead(run, run) if run.cached else await self._read(engine, run) for run in runs]
+    async def _read_all(
+        self, engine: EngineInfo, runs: Sequence[HitRun], begun: "_BegunRead | None"
+    ) -> list[RunRead]:
+        """Return the outcomes of runs in an engine's slots, which are read one after the other.
+
+        ``begun`` is the read of the only one that is not cached, if it has begun with the grant.
+        """
+        outcomes = []
+        for run in runs:
+            if run.cached:
+                outcomes.append(RunRead(run, run))
+            elif begun is not None:
+                behind = run.whole_behind(self._whole_from)
+                outcomes.append(await self._outcome(engine, run, behind, begun))
+            else:
+                outcomes.append(await self._read(engine, run))
+        return outcomes
 
     async def _read_windows(self, loaded: Loaded) -> Loaded:
         """Read the window layers of a hit that ended early, or end it with its cached blocks."""
@@ -482,36 +539,51 @@ class EngineAttempt(AttemptChannel):
             return RunRead(assigned, run, (), GONE)
         run, first = run.whole_behind(self._whole_from), run.blocks.first
         keys = self._order.keys[first : run.blocks.end]
-        start_s = scheduler.clock()
-        with self._stages.stage(Stage.READ, engine.engine_id):
-            self.check()
-            answer = self.expect(ReadDone, engine.engine_id)
-            scheduler.dispatch.reading(self.attempt_id, engine.engine_id)
-            scheduler.send(
-                engine.engine_id,
-                Read(
-                    request_id=self.attempt_id,
-                    run=run,
-                    keys=keys,
-                    deadline_s=settings.read_deadline_s,
-                    parent=self._order.keys[first - 1] if first else chain_root(),
-                ),
-            )
-            limit_s = settings.read_deadline_s + settings.read_margin_s
+        self.check()
+        answer = self.expect(ReadDone, engine.engine_id)
+        self._reading(engine)
+        scheduler.send(
+            engine.engine_id,
+            Read(
+                request_id=self.attempt_id,
+                run=run,
+                keys=keys,
+                deadline_s=settings.read_deadline_s,
+                parent=self._order.keys[first - 1] if first else chain_root(),
+            ),
+        )
+        return await self._outcome(engine, assigned, run, _BegunRead(scheduler.clock(), answer))
+
+    def _reading(self, engine: EngineInfo) -> None:
+        """An engine is sent a read."""
+        self._scheduler.dispatch.reading(self.attempt_id, engine.engine_id)
+
+    async def _outcome(
+        self, engine: EngineInfo, assigned: HitRun, run: HitRun, begun: "_BegunRead"
+    ) -> RunRead:
+        """Wait for the outcome of a read; errors as in ``_read``."""
+        start_s, engine_id = begun.start_s, engine.engine_id
+        limit_s = self._read_limit_s()
+        try:
             done = await self._within(
-                limit_s,
+                max(limit_s - (self._scheduler.clock() - start_s), 0.0),
                 engine,
-                answer,
-                f"engine {engine.engine_id} has not answered a read of {len(keys)} blocks within "
+                begun.answer,
+                f"engine {engine_id} has not answered a read of {run.blocks.count} blocks within "
                 f"{limit_s:g} s; check its storage",
             )
+        finally:
+            self._stages.add(Stage.READ, start_s, engine_id)
         read_s = start_s + done.queue_s
-        self._stages.add(Stage.READ_QUEUE, start_s, engine.engine_id, read_s)
-        self._stages.add(Stage.STORAGE_READ, read_s, engine.engine_id, read_s + done.read_s)
+        self._stages.add(Stage.READ_QUEUE, start_s, engine_id, read_s)
+        self._stages.add(Stage.STORAGE_READ, read_s, engine_id, read_s + done.read_s)
         good = run.head(done.good_blocks)
         all_good = good.blocks == run.blocks
         reason = GONE if all_good else done.reason or "buffer-too-small"
         return RunRead(assigned, good, done.slots, reason)
+
+    def _read_limit_s(self) -> float:
+        return self._scheduler.settings.read_deadline_s + self._scheduler.settings.read_margin_s
 
     def _readable_blocks(self, engine: EngineInfo) -> int:
         """Return how many blocks at the head of the prompt an engine can read."""
@@ -520,20 +592,55 @@ class EngineAttempt(AttemptChannel):
         return max(self._stored_blocks, shared)
 
     async def _reserve(
-        self, engine: EngineInfo, count: int, blocks: Sequence[BlockRun]
-    ) -> Reserved:
+        self,
+        engine: EngineInfo,
+        count: int,
+        blocks: Sequence[BlockRun],
+        read: GrantRead | None = None,
+    ) -> "_GrantedSlots":
         """Let an engine count the request and grant buffer slots; return them, in block order.
 
         ``blocks`` will be stored in the slots, from the first slot on: the engine reports how many
-        of them it caches.
+        of them it caches.  ``read`` begins with the grant.  The slots of a read that has begun are
+        known with its end, unless it is ``announced`` or had to wait for slots.
         """
         mode = self._scheduler.registry.mode
-        cached = self._use_cached and mode is not None and serves(engine.role, mode)
-        keys = [key for run in blocks for key in self._order.keys[run.first : run.end]]
-        with self._stages.stage(Stage.BUFFER_WAIT, engine.engine_id):
-            granted = self.expect(Reserved, engine.engine_id)
-            self._send_assign(engine, count, tuple(keys) if cached else ())
-            return await granted
+        use_cached = self._use_cached and mode is not None and serves(engine.role, mode)
+        keys = tuple(key for run in blocks for key in self._order.keys[run.first : run.end])
+        start_s, engine_id = self._scheduler.clock(), engine.engine_id
+        reserved, done = self.expect(Reserved, engine_id), self.expect(ReadDone, engine_id)
+        waits = self.expect(ReservationWaits, engine_id)
+        if read is not None:
+            self._reading(engine)
+        needed = keys if use_cached or read is not None else ()
+        self._send_assign(engine, Assign(self.attempt_id, 0, count, needed, use_cached, read))
+        if read is None:
+            with self._stages.stage(Stage.BUFFER_WAIT, engine_id):
+                granted = await reserved
+            return _GrantedSlots(granted.slots, granted.cached_blocks, None)
+        limit_s = self._read_limit_s()
+        await self._within(
+            limit_s,
+            engine,
+            _first_of(waits, reserved, done),
+            f"engine {engine_id} has neither read {read.run.blocks.count} blocks nor reported that "
+            f"its buffer is full within {limit_s:g} s; check its storage",
+        )
+        if not reserved.done() and not done.done():
+            self._scheduler.dispatch.reading(self.attempt_id, engine_id, begins=False)
+            with self._stages.stage(Stage.BUFFER_WAIT, engine_id):
+                await reserved
+            self._reading(engine)
+            start_s = self._scheduler.clock()
+        if reserved.done():
+            granted = reserved.result()
+            slots, cached_blocks, wait_s = granted.slots, granted.cached_blocks, granted.wait_s
+        else:
+            at_once = done.result()
+            slots, cached_blocks, wait_s = at_once.slots, at_once.cached_blocks, at_once.wait_s
+            self._stages.add(Stage.BUFFER_WAIT, start_s, engine_id, start_s + wait_s)
+        begins = read.behind(cached_blocks) is not None
+        return _GrantedSlots(slots, cached_blocks, _BegunRead(start_s, done) if begins else None)
 
     async def _assign_idle_prefill(self) -> None:
         """Let a PE that reads nothing count the request, with its call if that is possible.
@@ -555,12 +662,11 @@ class EngineAttempt(AttemptChannel):
         Returns when the engine has taken the message: the vLLM request travels on another
         connection and must not overtake its ``Assign``.
         """
-        self._send_assign(engine, 0)
+        self._send_assign(engine, Assign(self.attempt_id, 0, 0))
         await self._synced(engine)
 
-    def _send_assign(
-        self, engine: EngineInfo, reserve_blocks: int, keys: tuple[BlockKey, ...] = ()
-    ) -> None:
+    def _send_assign(self, engine: EngineInfo, assign: Assign) -> None:
+        """Send an assignment with the tokens that count at an engine of this role."""
         self.check()
         scheduler, tokens = self._scheduler, self._assignment.at(engine.role).tokens
         self._assigned.add(engine.engine_id)
@@ -569,7 +675,7 @@ class EngineAttempt(AttemptChannel):
             peer = self._decode_engine if prefill else self._prefill_engine
             scheduler.server.name_peer(engine.engine_id, peer.engine_id)
         number = scheduler.server.send_numbered(
-            engine.engine_id, Assign(self.attempt_id, tokens, reserve_blocks, keys)
+            engine.engine_id, msgspec.structs.replace(assign, tokens=tokens)
         )
         if number is not None:
             scheduler.dispatch.assign_sent(engine.engine_id, self.attempt_id, number)
@@ -699,6 +805,25 @@ class EngineAttempt(AttemptChannel):
         except TimeoutError:
             self._scheduler.suspects.suspect(engine, otherwise)
             raise EngineLostError(otherwise) from None
+
+
+class _BegunRead(NamedTuple):
+    """A read that an engine was sent at ``start_s``, and its answer."""
+
+    start_s: float
+    answer: "asyncio.Future[ReadDone]"
+
+
+class _GrantedSlots(NamedTuple):
+    """Slots at an engine, of which the first hold cached blocks, and the read that has begun."""
+
+    slots: tuple[int, ...]
+    cached_blocks: int
+    read: _BegunRead | None
+
+
+async def _first_of(*futures: "asyncio.Future[Any]") -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _hit_blocks(runs: Sequence[HitRun]) -> int:

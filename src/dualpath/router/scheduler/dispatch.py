@@ -57,7 +57,7 @@ class Share:
     """An assignment at one of its engines: what it is charged there, and its progress.
 
     ``assign_number`` is that of its ``Assign`` in the engine's session, None before it is sent;
-    ``reading`` whether the engine was sent its reads.
+    ``reading`` whether the engine counts its reads.
     """
 
     def __init__(self, charge: Charge) -> None:
@@ -266,10 +266,10 @@ class Dispatch:
         logger.debug("planned again %s", new)
         return new
 
-    def reading(self, request_id: str, engine_id: str) -> None:
-        """An engine is about to be sent the reads of a request."""
+    def reading(self, request_id: str, engine_id: str, *, begins: bool = True) -> None:
+        """An engine is about to count the reads of a request, or they wait for its slots."""
         if (share := self._share(request_id, engine_id)) is not None:
-            share.reading = True
+            share.reading = begins
 
     def reads_done(self, request_id: str) -> None:
         """All storage reads of a request are done."""

@@ -8,7 +8,12 @@ from dualpath.core import control
 from dualpath.core import control as request_messages
 from dualpath.core.errors import BadRequestError, EngineLostError
 
-Answer = request_messages.Reserved | request_messages.ReadDone | request_messages.PrefillDone
+Answer = (
+    request_messages.ReservationWaits
+    | request_messages.Reserved
+    | request_messages.ReadDone
+    | request_messages.PrefillDone
+)
 CallAnswer = control.LookupDone | control.Synced
 T = TypeVar("T")
 

@@ -665,3 +665,4 @@ class FrontEndServer:
         if session is not None:
             logger.warning("front end %s is lost: %s", front_end.name, reason)
             session.close(reason)
+            front_end.talk.end()
