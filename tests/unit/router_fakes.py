@@ -17,7 +17,13 @@ from tests.control_network import Network
 from dualpath.core import cluster, control, transfers
 from dualpath.core import control as envelopes
 from dualpath.core import control as request_messages
-from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
+from dualpath.core.blocks import (
+    BlockGeometry,
+    BlockOrigin,
+    StoreNamespace,
+    block_keys,
+    chain_root,
+)
 from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.control import Message
 from dualpath.core.errors import EngineLostError, TransportError
@@ -130,6 +136,7 @@ class FakeEngine:
         self.quarantined = {}
         self.tenants: dict[str, int] = {}
         self.called: set[str] = set()
+        self.keys: dict[str, tuple[bytes, ...]] = {}
         #: Reads that begin with a grant, and requests of which the router knows that they wait.
         self.reads: dict[str, tuple[request_messages.GrantRead, tuple[bytes, ...]]] = {}
         self.announced: set[str] = set()
@@ -298,6 +305,7 @@ class FakeEngine:
                 self.send(control.Synced(call_id=message.call_id))
             case request_messages.Assign():
                 self.tenants[message.request_id] = message.tokens
+                self.keys[message.request_id] = message.keys
                 if message.reserve_blocks > self.buffer_blocks:
                     del self.tenants[message.request_id]
                     self.send(
@@ -375,6 +383,8 @@ class FakeEngine:
         )
 
     def _persist(self, message: request_messages.Persist) -> None:
+        if message.request_id in self.persisted:
+            return
         if self.mode != "oracle":
             slots = self.leases[message.request_id][message.first_block :]
             for slot, key in zip(slots, message.keys, strict=False):
@@ -393,8 +403,16 @@ class FakeEngine:
             self.called.add(request_id)
             self.report()
 
-    def decode_transfer(self, request_id: str) -> None:
-        """The KV is in HBM."""
+    def decode_transfer(self, transfer: transfers.DecodeTransfer) -> None:
+        """The KV is in HBM, and the prompt's new blocks are stored."""
+        request_id, first = transfer.request_id, transfer.persist_from
+        assert first is not None
+        if (keys := self.keys.get(request_id)) is not None and request_id in self.tenants:
+            keys = keys[: len(transfer.slots)] if self.mode != "oracle" else keys
+            origin = BlockOrigin(keys[first - 1] if first else chain_root(), transfer.tenant)
+            order = request_messages.Persist(request_id, first, keys[first:], origin, keys[:first])
+            self._note(order)
+            self._persist(order)
         self.kv_in_hbm.add(request_id)
         self.withheld.append(request_messages.KvInHbm(request_id=request_id, h2d_s=0.0))
         if not self.tokens_come_first:
@@ -518,7 +536,7 @@ class FakeCalls:
             with self._listed(engine, decode_transfer.request_id):
                 await self._pass("decode", here)
         self._check_alive(here, engine)
-        here.decode_transfer(decode_transfer.request_id)
+        here.decode_transfer(decode_transfer)
         tokens = [*job.prompt_token_ids, *prior]
         left = job.max_new_tokens - len(prior)
         for number in range(left):

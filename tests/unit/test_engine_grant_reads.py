@@ -38,7 +38,7 @@ def read(first: int, count: int, cached_blocks: int = 0, *, announced: bool = Fa
 
 
 def assign(cluster: ToyCluster, name: str, order: GrantRead, blocks: int = BLOCKS) -> None:
-    cluster.de.command(Assign(name, TOKENS, blocks, KEYS, read=order))
+    cluster.de.command(Assign(name, TOKENS, blocks, KEYS, len(KEYS), order))
 
 
 def cache(cluster: ToyCluster, blocks: int) -> None:

@@ -45,7 +45,7 @@ _ROUTER_POINTS = (
     Failpoint(Step.READING, f"{_AT_ENGINES}._reading"),
     Failpoint(Step.PREFILLING, f"{_ATTEMPT}._prefill"),
     Failpoint(Step.HANDING_OVER, f"{_ATTEMPT}._stream_first"),
-    Failpoint(Step.PERSISTING, f"{_AT_ENGINES}._persist"),
+    Failpoint(Step.PERSISTING, f"{_AT_ENGINES}._buffer_complete"),
     Failpoint(Step.DECODING, f"{_ATTEMPT}._decode"),
     Failpoint(Step.H2D, f"{_AT_ENGINES}.kv_in_hbm"),
     Failpoint(Step.RELEASING, f"{_ATTEMPT}._release"),

@@ -42,9 +42,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 #     does not read or the PE does → Assign(PE, reserve and read) if it reads → ReadDone → vLLM
 #     request at the PE carrying a ``PrefillTransfer``, which has the assignment of a PE that reads
 #     nothing → first token and PrefillDone
-#     → Persist(DE, the prompt's new blocks) and vLLM request at the DE carrying a
-#     ``DecodeTransfer`` → KvInHbm (H2D done, slots of the DE buffer free) → tokens → Release at
-#     the DE → Released
+#     → vLLM request at the DE carrying a ``DecodeTransfer``, upon which it writes the prompt's new
+#     blocks → KvInHbm (H2D done, slots of the DE buffer free) → tokens → Release at the DE →
+#     Released
 
 
 class GrantRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,8 +82,9 @@ class Assign(Message, frozen=True, tag=True):
 
     A ``Report`` counts it if its envelope acknowledges this message.
     ``reserve_blocks`` > 0 asks for that many Full Block slots of the engine's DRAM buffer, granted
-    FIFO.  ``keys`` are those of the first of these blocks: with ``use_cached`` the longest cached
-    prefix of them is granted its cached slots.  The answer is ``Reserved``, or with ``read``
+    FIFO.  ``keys`` are those of these blocks, or of the first of them: the longest cached prefix of
+    the first ``shared_blocks`` is granted its cached slots.  For a DE they are those of all full
+    blocks of the prompt, under which it stores them (``DecodeTransfer``).  The answer is ``Reserved``, or with ``read``
     ``ReadDone``.  With ``read`` an engine that cannot grant the slots at once answers
     ``ReservationWaits``, and then sends ``Reserved`` at the grant as well.
     """
@@ -92,7 +93,7 @@ class Assign(Message, frozen=True, tag=True):
     tokens: int
     reserve_blocks: int
     keys: tuple[bytes, ...] = ()
-    use_cached: bool = True
+    shared_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
     read: GrantRead | None = None
 
 
@@ -151,6 +152,9 @@ class ReadDone(Message, frozen=True, tag=True):
 
 class Persist(Message, frozen=True, tag=True):
     """Write the prompt's blocks from ``first_block`` on to storage under ``keys``.
+
+    A ``DecodeTransfer`` has the same effect.  This message comes before a ``Release`` where the DE
+    may not have got the transfer, and has no effect if it has.
 
     ``origin`` has the key before the first of them.  The prompt's KV is complete and no transfer
     writes to it any more; ``hit_keys`` are the keys of its first blocks, which are stored already.

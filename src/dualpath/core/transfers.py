@@ -63,7 +63,9 @@ class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     append: then ``hit_key_tail`` is the key of the last of them, which the DE compares with its own
     chain before it trusts any of these blocks.  ``tenant`` owns the blocks of all tokens that
     follow, ``prompt_digest`` is as in ``PrefillTransfer``.  ``hits`` are the runs, without slots,
-    that the DE itself had in its buffer or read; they are for metrics only.
+    that the DE itself had in its buffer or read; they are for metrics only.  The DE writes its full
+    blocks from ``persist_from`` on to storage, under the keys of its ``Assign``; None: it waits for
+    ``Persist``.
     """
 
     request_id: Name
@@ -73,6 +75,7 @@ class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     hit_key_tail: bytes = b""
     prompt_digest: bytes = b""
     hits: tuple[HitRun, ...] = ()
+    persist_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 def prompt_digest(keys: Sequence[BlockKey], token_ids: Sequence[int], block_tokens: int) -> bytes:

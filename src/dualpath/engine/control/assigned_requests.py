@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from dualpath.core.blocks import chain_root
+from dualpath.core.blocks import BlockKey, BlockOrigin, chain_root
 from dualpath.core.cluster import Role, Writer
 from dualpath.core.control import (
     EngineMessage,
@@ -64,9 +64,17 @@ class TakenNumbers:
 
 
 class _Request:
-    def __init__(self, tokens: int, assigned_ns: int, *, called: bool = False) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        assigned_ns: int,
+        keys: Sequence[BlockKey] = (),
+        *,
+        called: bool = False,
+    ) -> None:
         self.tokens = tokens
         self.assigned_ns = assigned_ns
+        self.keys = keys
         self.called = called
         self.hbm_allocated = self.kv_in_hbm = False
         #: It decodes on after the end of its session, until the end of its HTTP call.
@@ -114,11 +122,18 @@ class ActiveRequests:
         with self._lock:
             return tuple(name for name, request in self._active.items() if request.called)
 
-    def add(self, request_id: str, tokens: int, now_ns: int) -> None:
-        """Count a request of ``tokens`` that was assigned to this engine."""
+    def add(self, request_id: str, tokens: int, now_ns: int, keys: Sequence[BlockKey] = ()) -> None:
+        """Count a request of ``tokens`` that was assigned to this engine with these keys."""
         with self._lock:
             assert request_id not in self._active, f"request {request_id} is active already"
-            self._active[request_id] = _Request(tokens, now_ns)
+            self._active[request_id] = _Request(tokens, now_ns, keys)
+
+    def to_be_persisted(self, request_id: str) -> Sequence[BlockKey] | None:
+        """Return the keys of a request whose new blocks are not being persisted yet, else None."""
+        with self._lock:
+            request = self._active.get(request_id)
+            persists = request is not None and request.release is None and not request.persist_seen
+            return request.keys if request is not None and persists else None
 
     def end_session(self, reason: str) -> dict[str, bool]:
         """Drop all requests except those in a forward pass, which are released after it.
@@ -193,6 +208,12 @@ class ActiveRequests:
         """Whether the request is released or no longer here; an atomic read without the lock."""
         request = self._active.get(request_id)
         return request is None or request.release is not None
+
+    def is_persisted(self, request_id: str) -> bool:
+        """Whether the prompt's new blocks are being persisted, or have been."""
+        with self._lock:
+            request = self._active.get(request_id)
+            return request is not None and request.persist_seen
 
     def persist_seen(self, request_id: str) -> bool:
         """Note that the prompt's new blocks are being persisted; False for an unknown request."""
@@ -282,8 +303,8 @@ class ActiveRequests:
 # A prompt's KV in the DE's buffer: it is written to storage and copied to HBM.
 #
 # Slots of a request at the decode engine are freed when three conditions hold: the KV was copied to
-# HBM (or the router released the request), the router's ``Persist`` has arrived, so that no new
-# block is lost, and the slots are not pinned.
+# HBM (or the router released the request), the order to persist has arrived, with the request's
+# transfer or as ``Persist``, so that no new block is lost, and the slots are not pinned.
 
 
 class ServedPrompts:
@@ -310,7 +331,12 @@ class ServedPrompts:
         self._moves_bytes = moves_bytes
 
     def persist(self, message: Persist) -> None:
-        """Write a prompt's new blocks to storage; drop them if the request is no longer here."""
+        """Write a prompt's new blocks to storage; drop them if the request is no longer here.
+
+        Does nothing if they are being written already.
+        """
+        if self._active.is_persisted(message.request_id):
+            return
         blocks = BlockRun(message.first_block, len(message.keys))
         held = self._buffer.slots_of(message.request_id)
         slots = held[blocks.first : blocks.end]
@@ -330,6 +356,18 @@ class ServedPrompts:
             WriteTask(message.request_id, step, message.keys, sources, over, message.origin)
         )
         self._free_if_served(message.request_id)
+
+    def _persist_with(self, transfer: DecodeTransfer) -> None:
+        """Write the new blocks of a prompt whose KV is complete, as its transfer orders."""
+        request_id, first = transfer.request_id, transfer.persist_from
+        if first is None or (keys := self._active.to_be_persisted(request_id)) is None:
+            return
+        if self._moves_bytes:
+            keys = keys[: len(self._buffer.slots_of(request_id))]
+        parent = keys[first - 1] if first else chain_root()
+        origin = BlockOrigin(parent, transfer.tenant)
+        new, hits = tuple(keys[first:]), tuple(keys[:first])
+        self.persist(Persist(request_id, first, new, origin, hits))
 
     def _cache(self, message: Persist, held: Sequence[int]) -> None:
         """Cache the full blocks of a prompt, to which no transfer writes any more.
@@ -353,6 +391,7 @@ class ServedPrompts:
         """See ``TrafficManager.fill_hbm``."""
         request_id, slots = decode_transfer.request_id, decode_transfer.slots
         self._active.hbm_allocated(request_id)
+        self._persist_with(decode_transfer)
         start_ns = self._trace.now_ns()
         if not self._moves_bytes:
             self._kv_in_hbm(request_id, 0.0)

@@ -146,7 +146,7 @@ class TrafficManager:
             send,
             settings.parallel_reads,
             rank.health,
-            # A PE may recompute blocks that a DE has read: a DE caches them only at ``Persist``.
+            # A PE may recompute blocks that a DE has read: a DE caches them when it persists.
             caches=settings.role is Role.PREFILL,
             share=share,
         )
@@ -317,10 +317,10 @@ class TrafficManager:
                 f"request {message.request_id}: an earlier request of this name has not left the "
                 "engine; send it under another id"
             )
-        self.active.add(message.request_id, message.tokens, self.trace.now_ns())
+        self.active.add(message.request_id, message.tokens, self.trace.now_ns(), message.keys)
         if message.reserve_blocks == 0:
             return
-        request_id, shared = message.request_id, message.keys if message.use_cached else ()
+        request_id, shared = message.request_id, message.keys[: message.shared_blocks]
         if (read := message.read) is not None:
             end = read.first_slot + read.run.blocks.count
             if end > min(message.reserve_blocks, len(message.keys)):

@@ -133,6 +133,8 @@ class EngineAttempt(AttemptChannel):
         self._use_cached = order.use_cached and scheduler.settings.dram_tier
         self._stages = Stages(scheduler.clock, self._staged, order.number)
         self._placed = False
+        #: The KV that the DE needs is complete in its buffer, and in its HBM.
+        self._complete = self._arrived = False
         #: The DE computes the append: there is no PE.
         self._appends = False
         #: Engines that count the request.
@@ -170,6 +172,7 @@ class EngineAttempt(AttemptChannel):
             hit_key_tail=tail,
             prompt_digest=order.prompt_digest,
             hits=tuple(run.with_slots(()) for run in side_of(self._loaded.hits, Role.DECODE)),
+            persist_from=self._first_unstored_block(),
         )
 
     # ------------------------------------------------------------------ ScheduledAttempt
@@ -202,17 +205,16 @@ class EngineAttempt(AttemptChannel):
         return Prepared(self.decode_transfer, prefill)
 
     async def prefilled(self) -> Prefilled:
-        """Wait until the KV has arrived; have the prompt's new blocks stored."""
+        """Wait until the KV has arrived."""
         if self._appends:
-            # The DE stores the blocks of the append as those of generated tokens.
-            self._persist(self._order.keys[: self._loaded.hit_blocks])
+            self._buffer_complete()
             return Prefilled(self._account(), 0.0, 0.0)
         done = await self._kv_arrived()
         engine_id = self._prefill_engine.engine_id
         self.engines.discard(engine_id)
         self._assigned.discard(engine_id)  # It has released the request with ``PrefillDone``.
         self._scheduler.dispatch.prefill_done(self.attempt_id, engine_id)
-        self._persist(self._order.keys)
+        self._buffer_complete()
         account = self._account()
         if self._order.prefill_engine or self._order.decode_engine:
             # Engines that are front ends have no metrics of requests.
@@ -241,6 +243,8 @@ class EngineAttempt(AttemptChannel):
         scheduler.exchange.close(self.attempt_id)
         if self._placed:
             decode = self._decode_engine.engine_id
+            if self._complete and not self._arrived and not self.broken.done():
+                self._persist()  # The DE may not have got the transfer, which orders it as well.
             number = 0 if self._call_assignment is None else self._call_assignment.number
             for prefill in self._assigned - {decode}:
                 scheduler.releases.release(prefill, self.attempt_id, reason, number)
@@ -333,7 +337,7 @@ class EngineAttempt(AttemptChannel):
         """Let both engines count the request, reserve slots, read what is not in DRAM."""
         scheduler = self._scheduler
         if not scheduler.moves_bytes:
-            await self._assign(self._decode_engine)
+            await self._assign(self._decode_engine, self._order.keys)
             await self._assign(self._prefill_engine)
             return Loaded(hit_blocks=self._wanted_blocks, hits=(), de_slots=())
         runs = self._assignment.reads
@@ -612,8 +616,11 @@ class EngineAttempt(AttemptChannel):
         waits = self.expect(ReservationWaits, engine_id)
         if read is not None:
             self._reading(engine)
-        needed = keys if use_cached or read is not None else ()
-        self._send_assign(engine, Assign(self.attempt_id, 0, count, needed, use_cached, read))
+        shared_blocks = len(keys) if use_cached else 0
+        if engine.role is Role.DECODE:
+            keys = self._order.keys
+        assign = Assign(self.attempt_id, 0, count, keys, shared_blocks, read)
+        self._send_assign(engine, assign)
         if read is None:
             with self._stages.stage(Stage.BUFFER_WAIT, engine_id):
                 granted = await reserved
@@ -656,13 +663,13 @@ class EngineAttempt(AttemptChannel):
         self._assigned.add(prefill)
         self._call_assignment = server.call_assignment(prefill, tokens)
 
-    async def _assign(self, engine: EngineInfo) -> None:
+    async def _assign(self, engine: EngineInfo, keys: tuple[BlockKey, ...] = ()) -> None:
         """Let an engine count the request, which holds no slot in its buffer.
 
         Returns when the engine has taken the message: the vLLM request travels on another
         connection and must not overtake its ``Assign``.
         """
-        self._send_assign(engine, Assign(self.attempt_id, 0, 0))
+        self._send_assign(engine, Assign(self.attempt_id, 0, 0, keys))
         await self._synced(engine)
 
     def _send_assign(self, engine: EngineInfo, assign: Assign) -> None:
@@ -731,18 +738,27 @@ class EngineAttempt(AttemptChannel):
             most_blocks=self._limit_blocks(),
         )
 
-    def _persist(self, in_buffer: tuple[BlockKey, ...]) -> None:
-        """Have the DE store those full blocks in its buffer that are not stored.
+    def _buffer_complete(self) -> None:
+        """The prompt's KV, or that of an append's hit, is complete in the DE's buffer.
 
-        ``in_buffer`` are the keys of the prompt's full blocks there.  The message is sent without
-        any as well: the DE releases the buffer when it knows that nothing more is to be stored.
+        With its call the DE is ordered to store its new blocks; at once if a second leg makes it,
+        which may come late or never.
         """
         self.check()
-        keys, engine_id = self._order.keys, self._decode_engine.engine_id
-        first = self._first_unstored_block()
+        self._complete = True
+        keys, first = self._order.keys, self._first_unstored_block()
+        self._scheduler.writers.note(keys[first:] or keys[-1:], self._decode_engine.engine_id)
+        if self._order.handover:
+            self._persist()
+
+    def _persist(self) -> None:
+        """Have the DE store those full blocks in its buffer that are not stored."""
+        keys, first = self._order.keys, self._first_unstored_block()
+        # The DE stores the blocks of an append as those of generated tokens.
+        in_buffer = keys[: self._loaded.hit_blocks] if self._appends else keys
         parent = keys[first - 1] if first else chain_root()
         self._scheduler.send(
-            engine_id,
+            self._decode_engine.engine_id,
             Persist(
                 request_id=self.attempt_id,
                 first_block=first,
@@ -751,7 +767,6 @@ class EngineAttempt(AttemptChannel):
                 hit_keys=in_buffer[:first],
             ),
         )
-        self._scheduler.writers.note(keys[first:] or keys[-1:], engine_id)
 
     def _first_unstored_block(self) -> int:
         """Return the first block of the prompt that the DE writes; it holds all that follow.
@@ -768,6 +783,7 @@ class EngineAttempt(AttemptChannel):
     def kv_in_hbm(self, arrived: KvInHbm) -> None:
         """The DE has the prompt's KV in its HBM."""
         self._scheduler.releases.writer_done(self.attempt_id)
+        self._arrived = True
         self._listener.notify(Arrived(arrived.h2d_s))
 
     def _staged(self, stage: StageTime) -> None:
