@@ -142,7 +142,8 @@ class FakeEngine:
         self.announced: set[str] = set()
         self.taken: set[tuple[str, int]] = set()
         self.kv_in_hbm: set[str] = set()
-        self.withheld: deque[request_messages.KvInHbm] = deque()
+        self.withheld: deque[control.EngineMessage] = deque()
+        self.served: set[str] = set()
         self.persisted: set[str] = set()
         self.report_seq = 0
         self.writers = {}
@@ -292,6 +293,7 @@ class FakeEngine:
             else:
                 self._free(request_id)
         self.tenants.clear()
+        self.withheld.clear()
 
     def answer(self, message: Message) -> None:
         match message:
@@ -414,10 +416,19 @@ class FakeEngine:
             self._note(order)
             self._persist(order)
         self.kv_in_hbm.add(request_id)
+        self.served.add(request_id)
         self.withheld.append(request_messages.KvInHbm(request_id=request_id, h2d_s=0.0))
         if not self.tokens_come_first:
             self._say_withheld()
         self._free_if_over(request_id)
+
+    def ended(self, request_id: str) -> None:
+        """A request has ended at this DE, which releases it."""
+        if request_id in self.served & self.persisted and request_id in self.tenants:
+            self.tenants.pop(request_id)
+            self.withheld.append(request_messages.RequestOver(request_id))
+            if not self.tokens_come_first:
+                self._say_withheld()
 
     def _say_withheld(self) -> None:
         while self.withheld:
@@ -547,6 +558,8 @@ class FakeCalls:
             self._check_alive(here, engine)
             tokens.append(next_token(tokens))
             last = number == left - 1
+            if last:
+                here.ended(decode_transfer.request_id)
             yield TokenEvent(token_ids=(tokens[-1],), finish_reason="length" if last else None)
 
     async def answers(self, engine: EngineInfo) -> None:

@@ -71,7 +71,7 @@ def test_a_request_that_decodes_goes_on_and_counts_until_it_ends(cluster: ToyClu
         assert report.load.free_buffer_tokens == manager.buffer_tokens
         assert manager.in_doubt()[:2] == ((), ())
         cluster.de.command(Registered())
-    manager.active.ended("r")
+    manager.ended("r")
     assert not manager.active.any_detached
     assert whole(cluster) == [True, True]
 
@@ -82,7 +82,7 @@ def test_an_ended_request_does_not_count_as_decoding(cluster: ToyCluster) -> Non
     slots = cluster.de.answer(Reserved, "r").slots
     transfer = DecodeTransfer(request_id="r", prompt_tokens=TOKENS, slots=slots)
     assert cluster.fill(transfer, HBM) is None
-    manager.active.ended("r")
+    manager.ended("r")
     assert cluster.de.report().load.unfinished_requests == 1  # until the router releases it
     manager.end_session(OVER)
     assert not manager.active.any_detached

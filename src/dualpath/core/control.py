@@ -7,7 +7,7 @@ never sent over this connection.
     router → engine   Registered Refused Ack PeerUp PeerDown LivenessProbe Lookup Sync Assign Read
                       Persist Release Retain Drained
     engine → router   Register Report CacheUpdate ConfirmedDead LookupDone Synced ReservationWaits
-                      Reserved ReadDone PrefillDone KvInHbm Released Failed Deregister
+                      Reserved ReadDone PrefillDone KvInHbm RequestOver Released Failed Deregister
 
 The messages about one request, and their order, are in ``core.request_messages``.
 """
@@ -43,8 +43,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 #     request at the PE carrying a ``PrefillTransfer``, which has the assignment of a PE that reads
 #     nothing → first token and PrefillDone
 #     → vLLM request at the DE carrying a ``DecodeTransfer``, upon which it writes the prompt's new
-#     blocks → KvInHbm (H2D done, slots of the DE buffer free) → tokens → Release at the DE →
-#     Released
+#     blocks → KvInHbm (H2D done, slots of the DE buffer free) → tokens → RequestOver
 
 
 class GrantRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,9 +83,9 @@ class Assign(Message, frozen=True, tag=True):
     ``reserve_blocks`` > 0 asks for that many Full Block slots of the engine's DRAM buffer, granted
     FIFO.  ``keys`` are those of these blocks, or of the first of them: the longest cached prefix of
     the first ``shared_blocks`` is granted its cached slots.  For a DE they are those of all full
-    blocks of the prompt, under which it stores them (``DecodeTransfer``).  The answer is ``Reserved``, or with ``read``
-    ``ReadDone``.  With ``read`` an engine that cannot grant the slots at once answers
-    ``ReservationWaits``, and then sends ``Reserved`` at the grant as well.
+    blocks of the prompt, under which it stores them (``DecodeTransfer``).  The answer is
+    ``Reserved``, or with ``read`` ``ReadDone``.  With ``read`` an engine that cannot grant the slots
+    at once answers ``ReservationWaits``, and then sends ``Reserved`` at the grant as well.
     """
 
     request_id: Name
@@ -186,10 +185,22 @@ class PrefillDone(Message, frozen=True, tag=True):
 
 
 class KvInHbm(Message, frozen=True, tag=True):
-    """The DE has copied the prompt's KV to its HBM and freed the slots of its buffer."""
+    """The DE has copied the prompt's KV to its HBM and freed the slots of its buffer.
+
+    An event of a ``Report``.
+    """
 
     request_id: Name
     h2d_s: float
+
+
+class RequestOver(Message, frozen=True, tag=True):
+    """A request has ended at the DE by itself, after ``KvInHbm``: the DE has released it.
+
+    An event of a ``Report``.
+    """
+
+    request_id: Name
 
 
 class Release(Message, frozen=True, tag=True):
@@ -439,13 +450,13 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Report(Message, frozen=True, tag=True):
-    """State of an engine, sent on change and as heartbeat; may be lost.
+    """State of an engine, sent on change and as heartbeat; may be lost, unless it has ``events``.
 
-    ``report_seq`` numbers an engine's reports: one that is older than the last one received is
-    dropped.  ``load`` counts each request if the report's envelope acknowledges its ``Assign``,
+    ``report_seq`` numbers an engine's reports: of one that is older than the last one received only
+    the events count.  ``load`` counts each request if the report's envelope acknowledges its ``Assign``,
     until the engine has released it, and those of ``called``, of which the assignment has come with
     their call.  ``counters`` are monotonic totals for metrics (names in
-    ``engine/counters.py``).  ``unhealthy``: why the data plane is blocked or broken, None if it
+    ``engine/counters.py``), empty if they were sent a moment ago.  ``unhealthy``: why the data plane is blocked or broken, None if it
     works; ``storage``: how full the storage is, None without a janitor; ``draining``: why the
     engine drains, None if it does not: it leaves once it receives ``Drained``.
     ``steps`` grows while the engine's core works: with each layer and each step that it computes,
@@ -460,6 +471,7 @@ class Report(Message, frozen=True, tag=True):
     draining: str | None = None
     steps: int = 0
     called: tuple[Name, ...] = ()
+    events: tuple[KvInHbm | RequestOver, ...] = ()
 
 
 class CacheUpdate(Message, frozen=True, tag=True):
@@ -512,6 +524,7 @@ EngineMessage = (
     | ReadDone
     | PrefillDone
     | KvInHbm
+    | RequestOver
     | Released
     | Failed
     | Deregister

@@ -41,8 +41,9 @@ MOST_HEARTBEATS_PER_S = 1000
 #: The least number of heartbeats within the time after which a silent end counts as lost; it limits
 #: the interval.
 HEARTBEATS_PER_TIMEOUT = 4
-#: Resend an unacknowledged message after this time, when a message of the other end arrives.
-RESEND_AFTER_S = 0.5
+#: Resend an unacknowledged message after this time, when a message of the other end arrives.  The
+#: other end acknowledges within ``ACKNOWLEDGE_S`` or with its next report.
+RESEND_AFTER_S = 1.0
 #: Messages resent at a time; their acknowledgement triggers the next ones.
 MAX_RESENT_AT_ONCE = 64
 #: A live router sends a heartbeat at least every 2.5 s; after this time of silence it is lost.

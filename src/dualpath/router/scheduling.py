@@ -77,6 +77,11 @@ class AttemptOrder(msgspec.Struct, frozen=True):
     max_load_tokens: int | None = None
 
 
+#: The reason of ``ScheduledAttempt.close`` if the DE has generated the last token: its request is
+#: over there.
+FINISHED = "finished"
+
+
 class Placed(msgspec.Struct, frozen=True, tag=True):
     """The attempt is placed on these engines, without a PE if the DE computes the append."""
 
@@ -191,7 +196,10 @@ class ScheduledAttempt(Protocol):
         ...
 
     def close(self, reason: str) -> None:
-        """Release everything at the engines, the ledger and the scheduler; idempotent."""
+        """Release everything at the engines, the ledger and the scheduler; idempotent.
+
+        ``reason`` is ``FINISHED`` or a text.
+        """
         ...
 
 

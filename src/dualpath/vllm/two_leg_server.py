@@ -44,6 +44,7 @@ from dualpath.router.asgi import (
 )
 from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.limits import refusal
+from dualpath.router.scheduling import FINISHED
 from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.statuses import status_of
 from dualpath.router.two_legs import (
@@ -488,7 +489,7 @@ async def _run(
     try:
         await forward(passing)
         if ended:
-            reason = "finished"
+            reason = FINISHED
     finally:
         leg.close(reason)
     return failed

@@ -15,6 +15,7 @@ from dualpath.core.control import (
     KvInHbm,
     Persist,
     Release,
+    RequestOver,
 )
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import CallAssignment, DecodeTransfer
@@ -86,6 +87,11 @@ class _Request:
         self.waited_ns = 0
         self.release: Release | None = None
 
+    @property
+    def is_served(self) -> bool:
+        """Whether it holds nothing of the buffer and no one has asked for its release."""
+        return self.kv_in_hbm and self.persist_seen and self.release is None
+
 
 class ActiveRequests:
     """State of requests by id; all methods may be called from any thread.
@@ -156,14 +162,19 @@ class ActiveRequests:
                     del self._active[request_id]
         return dropped
 
-    def ended(self, request_id: str) -> None:
-        """The engine's own request is over; a detached one is dropped."""
+    def ended(self, request_id: str) -> bool:
+        """The engine's own request is over: drop it if nothing of it is left here.
+
+        Return whether it is dropped and the router does not know that yet.
+        """
         with self._lock:
             if (request := self._active.get(request_id)) is None:
-                return
+                return False
             request.ended = True
-            if request.detached:
-                del self._active[request_id]
+            if not (request.detached or request.is_served):
+                return False
+            del self._active[request_id]
+            return not request.detached
 
     @property
     def any_detached(self) -> bool:
@@ -234,11 +245,19 @@ class ActiveRequests:
         with self._lock:
             return sum(r.tokens for r in self._active.values() if not r.hbm_allocated)
 
-    def kv_in_hbm(self, request_id: str) -> None:
-        """Note that the prompt's KV is in HBM."""
+    def kv_in_hbm(self, request_id: str) -> bool:
+        """Note that the prompt's KV is in HBM; return whether the request is dropped with that.
+
+        It is if its tokens, and its end, have come before.
+        """
         with self._lock:
-            if request := self._active.get(request_id):
-                request.kv_in_hbm = True
+            if (request := self._active.get(request_id)) is None:
+                return False
+            request.kv_in_hbm = True
+            if not (request.ended and request.is_served):
+                return False
+            del self._active[request_id]
+            return True
 
     def done_with_buffer(self, request_id: str) -> bool:
         """Whether its slots can be freed: the KV is in HBM and new blocks are being persisted."""
@@ -417,9 +436,17 @@ class ServedPrompts:
             self._rank.copier.into_hbm(request_id, decode_steps(prompt), hbm_blocks, copied)
 
     def _kv_in_hbm(self, request_id: str, h2d_s: float) -> None:
-        self._active.kv_in_hbm(request_id)
+        is_over = self._active.kv_in_hbm(request_id)
         self._send(KvInHbm(request_id=request_id, h2d_s=h2d_s))
-        self._free_if_served(request_id)
+        if is_over:
+            self.over(request_id)
+        else:
+            self._free_if_served(request_id)
+
+    def over(self, request_id: str) -> None:
+        """A request that was dropped from the active ones holds nothing any more."""
+        self._buffer.release(request_id)
+        self._send(RequestOver(request_id))
 
     def _free_if_served(self, request_id: str) -> None:
         if self._active.done_with_buffer(request_id):

@@ -468,6 +468,11 @@ class TrafficManager:
                 self._free(release)
         return done
 
+    def ended(self, request_id: str) -> None:
+        """A DE's own request has ended, finished or not; the router is notified if it is over."""
+        if self.active.ended(request_id):
+            self._prompts.over(request_id)
+
     def fill_hbm(
         self,
         decode_transfer: DecodeTransfer,

@@ -31,6 +31,7 @@ from dualpath.router.observe.tracing import RequestTrace
 from dualpath.router.requests.admission import Ticket
 from dualpath.router.requests.call_watch import OpenCall
 from dualpath.router.scheduling import (
+    FINISHED,
     Arrived,
     AttemptEvent,
     AttemptOrder,
@@ -163,25 +164,27 @@ class Attempt:
         scheduled = self._scheduled.attempt(order, self)
         reason = "cancelled"
         try:
-            await run_until_broken(self._life(scheduled), scheduled.broken)
-            reason = "finished"
+            reason = await run_until_broken(self._life(scheduled), scheduled.broken)
         except Exception as error:
             reason = f"failed: {error}"
             raise
         finally:
             self._release(scheduled, reason)
 
-    async def _life(self, scheduled: ScheduledAttempt) -> None:
+    async def _life(self, scheduled: ScheduledAttempt) -> str:
+        """Return the reason of the end."""
         prepared = await scheduled.prepare()  # 2 to 4: look-up, PE, DE and read side, slots, reads
         if prepared.prefill is None:  # The DE computes what is no hit.
             self._account(await scheduled.prefilled())
             await self._decode(scheduled, prepared.decode, ())
-            return
+            return FINISHED
         # 5: layer by layer, KV to the DE buffer
         first = await self._prefill(scheduled, prepared.prefill)
-        if not self._stream_first(first):  # 6: the PE's token
-            prior_tokens = first.token_ids if self._job.first_token_from_pe else ()
-            await self._decode(scheduled, prepared.decode, prior_tokens)  # 6: H2D at the DE, decode
+        if self._stream_first(first):  # 6: the PE's token
+            return "finished with the first token"
+        prior_tokens = first.token_ids if self._job.first_token_from_pe else ()
+        await self._decode(scheduled, prepared.decode, prior_tokens)  # 6: H2D at the DE, decode
+        return FINISHED
 
     def notify(self, event: AttemptEvent) -> None:
         """Take an event of the attempt from the scheduler."""

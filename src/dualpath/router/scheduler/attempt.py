@@ -87,6 +87,7 @@ from dualpath.router.scheduler.hits import (
     to_read_whole,
 )
 from dualpath.router.scheduling import (
+    FINISHED,
     Arrived,
     AttemptListener,
     AttemptOrder,
@@ -135,6 +136,8 @@ class EngineAttempt(AttemptChannel):
         self._placed = False
         #: The KV that the DE needs is complete in its buffer, and in its HBM.
         self._complete = self._arrived = False
+        #: It has ended at the DE, which has released it.
+        self._over = False
         #: The DE computes the append: there is no PE.
         self._appends = False
         #: Engines that count the request.
@@ -243,14 +246,27 @@ class EngineAttempt(AttemptChannel):
         scheduler.exchange.close(self.attempt_id)
         if self._placed:
             decode = self._decode_engine.engine_id
-            if self._complete and not self._arrived and not self.broken.done():
-                self._persist()  # The DE may not have got the transfer, which orders it as well.
             number = 0 if self._call_assignment is None else self._call_assignment.number
             for prefill in self._assigned - {decode}:
                 scheduler.releases.release(prefill, self.attempt_id, reason, number)
             if decode in self._assigned:
-                scheduler.releases.release_when_safe(decode, self.attempt_id, reason)
+                self._release_at_decode(decode, reason)
         scheduler.dispatch.ended(self.attempt_id)
+
+    def _release_at_decode(self, engine_id: str, reason: str) -> None:
+        releases, whole = self._scheduler.releases, self._complete and not self.broken.done()
+        if whole and self._over:
+            return
+
+        def release() -> None:
+            if whole and not self._arrived:
+                self._persist()  # The DE may not have got the transfer, which orders it as well.
+            releases.release_when_safe(engine_id, self.attempt_id, reason)
+
+        if whole and reason == FINISHED:
+            releases.await_over(engine_id, self.attempt_id, release)
+        else:
+            release()
 
     # ------------------------------------------------------------------ 2: look-up
 
@@ -785,6 +801,10 @@ class EngineAttempt(AttemptChannel):
         self._scheduler.releases.writer_done(self.attempt_id)
         self._arrived = True
         self._listener.notify(Arrived(arrived.h2d_s))
+
+    def over_at_decode(self) -> None:
+        """The request has ended at the DE, which has released it."""
+        self._over = True
 
     def _staged(self, stage: StageTime) -> None:
         self._listener.notify(Staged(stage))

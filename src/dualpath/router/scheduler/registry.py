@@ -111,6 +111,8 @@ class EngineState:
         """Take a report of this process."""
         if self.report is None or report.steps != self.report.steps:
             self.step_s = now_s
+        if self.report is not None and not report.counters:
+            report = msgspec.structs.replace(report, counters=self.report.counters)
         self.report = report
 
     def registers(self, identity: bytes, now_s: float) -> None:

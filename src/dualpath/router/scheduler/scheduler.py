@@ -18,9 +18,11 @@ from dualpath.core.cluster import HostProcess, Role, Writer
 from dualpath.core.control import (
     CacheUpdate,
     EngineMessage,
+    KvInHbm,
     PrefillDone,
     Released,
     Report,
+    RequestOver,
     RouterMessage,
 )
 from dualpath.core.errors import EngineLostError
@@ -480,6 +482,10 @@ class Scheduler:
         else:
             if isinstance(message, PrefillDone) and message.failure is None:
                 self.releases.writer_done(message.request_id, info.writer)
+            elif isinstance(message, RequestOver):
+                self.releases.over(info.engine_id, message.request_id)
+            elif isinstance(message, KvInHbm):
+                self.metrics.kv_in_hbm(message.h2d_s)
             self.exchange.deliver(info.engine_id, message)
 
     # ------------------------------------------------------------------ placement
