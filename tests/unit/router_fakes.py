@@ -29,7 +29,7 @@ from dualpath.core.control import Message
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.rates import Rates
 from dualpath.core.sessions import REGISTER_INTERVAL_S
-from dualpath.engine.control.link import RouterSession
+from dualpath.engine.control.link import RouterSession, has_events
 from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
 
@@ -143,13 +143,14 @@ class FakeEngine:
         self.taken: set[tuple[str, int]] = set()
         self.kv_in_hbm: set[str] = set()
         self.withheld: deque[control.EngineMessage] = deque()
+        self.events: list[control.KvInHbm | control.RequestOver] = []
         self.served: set[str] = set()
         self.persisted: set[str] = set()
         self.report_seq = 0
         self.writers = {}
         self.connection = network.connect()
         self.session: RouterSession[control.EngineMessage, control.RouterMessage] = RouterSession(
-            self.hello, self.load, self._take, self._end
+            self.hello, self.load, self._take, self._end, has_events
         )
         self.tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._tick)]
         self._post(self.session.due(_now_s()))
@@ -220,7 +221,12 @@ class FakeEngine:
             await self._arrived.wait()
 
     def send(self, message: control.EngineMessage) -> None:
-        self._post(self.session.send(message, _now_s()))
+        """Send a message; events go with a report."""
+        if isinstance(message, control.KvInHbm | control.RequestOver):
+            self.events.append(message)
+            self.report()
+        else:
+            self._post(self.session.send(message, _now_s()))
 
     def send_raw(self, *frames: bytes) -> None:
         self.connection.send(*frames)
@@ -235,6 +241,7 @@ class FakeEngine:
     def load(self) -> control.Report:
         self.report_seq += 1
         self.steps += not self.core_hangs
+        events, self.events = tuple(self.events), []
         return control.Report(
             report_seq=self.report_seq,
             load=control.Load(
@@ -252,6 +259,7 @@ class FakeEngine:
             draining=self.draining,
             counters=self.counters,
             steps=self.steps,
+            events=events,
             called=tuple(self.called.intersection(self.tenants)),
         )
 
@@ -294,6 +302,7 @@ class FakeEngine:
                 self._free(request_id)
         self.tenants.clear()
         self.withheld.clear()
+        self.events.clear()
 
     def answer(self, message: Message) -> None:
         match message:
