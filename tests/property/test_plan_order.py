@@ -230,7 +230,7 @@ def append_hit(
 ) -> tuple[int, tuple[int, ...]]:
     """Let a DE reserve slots for a hit, read what it does not cache, and know it is complete."""
     de, count = cluster.de, len(keys)
-    de.command(Assign(request_id, 100, count, tuple(keys)))
+    de.command(Assign(request_id, 100, count, tuple(keys), count))
     granted = de.answer(Reserved, request_id)
     slots = granted.slots
     if granted.cached_blocks < count:

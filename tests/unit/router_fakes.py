@@ -17,13 +17,19 @@ from tests.control_network import Network
 from dualpath.core import cluster, control, transfers
 from dualpath.core import control as envelopes
 from dualpath.core import control as request_messages
-from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
+from dualpath.core.blocks import (
+    BlockGeometry,
+    BlockOrigin,
+    StoreNamespace,
+    block_keys,
+    chain_root,
+)
 from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.control import Message
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.rates import Rates
 from dualpath.core.sessions import REGISTER_INTERVAL_S
-from dualpath.engine.control.link import RouterSession
+from dualpath.engine.control.link import RouterSession, has_events
 from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
 
@@ -129,14 +135,22 @@ class FakeEngine:
         self.waiting: deque[tuple[str, int]] = deque()
         self.quarantined = {}
         self.tenants: dict[str, int] = {}
+        self.called: set[str] = set()
+        self.keys: dict[str, tuple[bytes, ...]] = {}
+        #: Reads that begin with a grant, and requests of which the router knows that they wait.
+        self.reads: dict[str, tuple[request_messages.GrantRead, tuple[bytes, ...]]] = {}
+        self.announced: set[str] = set()
+        self.taken: set[tuple[str, int]] = set()
         self.kv_in_hbm: set[str] = set()
-        self.withheld: deque[request_messages.KvInHbm] = deque()
+        self.withheld: deque[control.EngineMessage] = deque()
+        self.events: list[control.KvInHbm | control.RequestOver] = []
+        self.served: set[str] = set()
         self.persisted: set[str] = set()
         self.report_seq = 0
         self.writers = {}
         self.connection = network.connect()
         self.session: RouterSession[control.EngineMessage, control.RouterMessage] = RouterSession(
-            self.hello, self.load, self._take, self._end
+            self.hello, self.load, self._take, self._end, has_events
         )
         self.tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._tick)]
         self._post(self.session.due(_now_s()))
@@ -207,7 +221,12 @@ class FakeEngine:
             await self._arrived.wait()
 
     def send(self, message: control.EngineMessage) -> None:
-        self._post(self.session.send(message, _now_s()))
+        """Send a message; events go with a report."""
+        if isinstance(message, control.KvInHbm | control.RequestOver):
+            self.events.append(message)
+            self.report()
+        else:
+            self._post(self.session.send(message, _now_s()))
 
     def send_raw(self, *frames: bytes) -> None:
         self.connection.send(*frames)
@@ -222,6 +241,7 @@ class FakeEngine:
     def load(self) -> control.Report:
         self.report_seq += 1
         self.steps += not self.core_hangs
+        events, self.events = tuple(self.events), []
         return control.Report(
             report_seq=self.report_seq,
             load=control.Load(
@@ -239,6 +259,8 @@ class FakeEngine:
             draining=self.draining,
             counters=self.counters,
             steps=self.steps,
+            events=events,
+            called=tuple(self.called.intersection(self.tenants)),
         )
 
     def idle(self) -> bool:
@@ -272,12 +294,15 @@ class FakeEngine:
     def _end(self, reason: str) -> None:
         """The session ends: all requests are dropped, slots that a PE may write to quarantined."""
         self.waiting.clear()
+        self.reads.clear()
         for request_id in [*self.leases]:
             if self.role is Role.DECODE and request_id not in self.kv_in_hbm | self.persisted:
                 self.quarantined[request_id] = self.leases.pop(request_id)
             else:
                 self._free(request_id)
         self.tenants.clear()
+        self.withheld.clear()
+        self.events.clear()
 
     def answer(self, message: Message) -> None:
         match message:
@@ -291,6 +316,7 @@ class FakeEngine:
                 self.send(control.Synced(call_id=message.call_id))
             case request_messages.Assign():
                 self.tenants[message.request_id] = message.tokens
+                self.keys[message.request_id] = message.keys
                 if message.reserve_blocks > self.buffer_blocks:
                     del self.tenants[message.request_id]
                     self.send(
@@ -299,8 +325,13 @@ class FakeEngine:
                         )
                     )
                 elif message.reserve_blocks:
+                    if message.read is not None:
+                        self.reads[message.request_id] = message.read, message.keys
                     self.waiting.append((message.request_id, message.reserve_blocks))
                     self._grant()
+                    if message.request_id in self.reads:
+                        self.announced.add(message.request_id)
+                        self.send(request_messages.ReservationWaits(message.request_id))
                 self.report()
             case request_messages.Read():
                 self._read(message)
@@ -321,9 +352,22 @@ class FakeEngine:
             for slot in slots:
                 self.content.pop(slot, None)
             self.leases[request_id] = slots
-            self.send(
-                request_messages.Reserved(request_id=request_id, slots=tuple(slots), wait_s=0.0)
-            )
+            read, keys = self.reads.pop(request_id, (None, ()))
+            run = None if read is None else read.behind(0)
+            if read is None or run is None or read.announced or request_id in self.announced:
+                self.send(
+                    request_messages.Reserved(request_id=request_id, slots=tuple(slots), wait_s=0.0)
+                )
+            if read is not None and run is not None:
+                end = read.first_slot + run.blocks.count
+                self._take(
+                    request_messages.Read(
+                        request_id,
+                        run.with_slots(slots[read.first_slot : end]),
+                        keys[read.first_slot : end],
+                        read.deadline_s,
+                    )
+                )
 
     def _read(self, read: request_messages.Read) -> None:
         slots = self.leases.get(read.request_id)
@@ -350,6 +394,8 @@ class FakeEngine:
         )
 
     def _persist(self, message: request_messages.Persist) -> None:
+        if message.request_id in self.persisted:
+            return
         if self.mode != "oracle":
             slots = self.leases[message.request_id][message.first_block :]
             for slot, key in zip(slots, message.keys, strict=False):
@@ -359,13 +405,39 @@ class FakeEngine:
         self.persisted.add(message.request_id)
         self._free_if_over(message.request_id)
 
-    def decode_transfer(self, request_id: str) -> None:
-        """The KV is in HBM."""
+    def take_call(self, request_id: str, assignment: transfers.CallAssignment) -> None:
+        """Count a request that was assigned with its call, once in its session."""
+        name = assignment.session, assignment.number
+        if assignment.session == self.session.session and name not in self.taken:
+            self.taken.add(name)
+            self.tenants[request_id] = assignment.tokens
+            self.called.add(request_id)
+            self.report()
+
+    def decode_transfer(self, transfer: transfers.DecodeTransfer) -> None:
+        """The KV is in HBM, and the prompt's new blocks are stored."""
+        request_id, first = transfer.request_id, transfer.persist_from
+        assert first is not None
+        if (keys := self.keys.get(request_id)) is not None and request_id in self.tenants:
+            keys = keys[: len(transfer.slots)] if self.mode != "oracle" else keys
+            origin = BlockOrigin(keys[first - 1] if first else chain_root(), transfer.tenant)
+            order = request_messages.Persist(request_id, first, keys[first:], origin, keys[:first])
+            self._note(order)
+            self._persist(order)
         self.kv_in_hbm.add(request_id)
+        self.served.add(request_id)
         self.withheld.append(request_messages.KvInHbm(request_id=request_id, h2d_s=0.0))
         if not self.tokens_come_first:
             self._say_withheld()
         self._free_if_over(request_id)
+
+    def ended(self, request_id: str) -> None:
+        """A request has ended at this DE, which releases it."""
+        if request_id in self.served & self.persisted and request_id in self.tenants:
+            self.tenants.pop(request_id)
+            self.withheld.append(request_messages.RequestOver(request_id))
+            if not self.tokens_come_first:
+                self._say_withheld()
 
     def _say_withheld(self) -> None:
         while self.withheld:
@@ -381,8 +453,10 @@ class FakeEngine:
         self._grant()
 
     def _release(self, message: request_messages.Release) -> None:
+        self.taken.add((self.session.session, message.assignment))
         self.tenants.pop(message.request_id, None)
         self.waiting = deque(w for w in self.waiting if w[0] != message.request_id)
+        self.reads.pop(message.request_id, None)
         if message.writer_certain:
             self.free.extend(self.quarantined.pop(message.request_id, ()))
             self._free(message.request_id)
@@ -436,6 +510,8 @@ class FakeCalls:
         if there.dead.is_set() or there.epoch != prefill_transfer.decode_epoch:
             raise TransportError(f"{there.engine_id} is gone")
         self._check_alive(here, engine)
+        if (assignment := prefill_transfer.assignment) is not None:
+            here.take_call(prefill_transfer.request_id, assignment)
         if prefill_transfer.request_id not in here.tenants:
             raise TransportError(f"{here.engine_id} has ended the session of this request")
         self._check_hits(here, there, job, prefill_transfer)
@@ -456,7 +532,11 @@ class FakeCalls:
         )
 
     def _prefill_done(self, here: FakeEngine, transfer: transfers.PrefillTransfer) -> None:
+        if self.send_failure is None:
+            here.tenants.pop(transfer.request_id, None)
+            here._free(transfer.request_id)
         here.send(request_messages.PrefillDone(transfer.request_id, failure=self.send_failure))
+        here.report()
         self.send_failure = None
 
     async def decode(
@@ -476,7 +556,7 @@ class FakeCalls:
             with self._listed(engine, decode_transfer.request_id):
                 await self._pass("decode", here)
         self._check_alive(here, engine)
-        here.decode_transfer(decode_transfer.request_id)
+        here.decode_transfer(decode_transfer)
         tokens = [*job.prompt_token_ids, *prior]
         left = job.max_new_tokens - len(prior)
         for number in range(left):
@@ -487,6 +567,8 @@ class FakeCalls:
             self._check_alive(here, engine)
             tokens.append(next_token(tokens))
             last = number == left - 1
+            if last:
+                here.ended(decode_transfer.request_id)
             yield TokenEvent(token_ids=(tokens[-1],), finish_reason="length" if last else None)
 
     async def answers(self, engine: EngineInfo) -> None:

@@ -266,6 +266,23 @@ def test_a_prefill_engine_confirms_a_release_only_after_its_forward_pass(
     cluster.pe.answer(Released, "r")
 
 
+def test_a_whole_prefill_is_released_with_its_report(cluster: ToyCluster) -> None:
+    keys = prompt_keys(TOKENS)
+    cluster.store(keys[:2])
+    transfer = cluster.load("r", keys, TOKENS, 2, 0)
+    chunk = BlockRun(2, BLOCKS - 2)
+    assert cluster.forward([(transfer, keys, chunk, HBM)]) == {}
+    manager = cluster.pe.manager
+    assert manager.sent("r", "a transfer failed").failure is not None
+    assert manager.active.is_active("r")
+    assert manager.sent("r", None).failure is None
+    assert not manager.active.is_known("r")
+    assert cluster.pe.report().load.free_buffer_tokens == manager.buffer_tokens
+    assert cluster.pe.answers(Released) == []
+    cluster.pe.command(Release(request_id="r", reason="sent before the report had arrived"))
+    cluster.pe.answer(Released, "r")
+
+
 def test_a_request_released_before_the_pass_takes_no_part_and_moves_nothing(
     cluster: ToyCluster,
 ) -> None:
@@ -352,6 +369,36 @@ def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> 
     assert cluster.de.manager.persister.drain(GUARD_S)
     assert stored_head(cluster.storage, keys[:5]) == 5
     assert_whole(cluster)
+
+
+def test_a_decode_transfer_stores_the_new_blocks_under_the_keys_of_the_assignment(
+    cluster: ToyCluster,
+) -> None:
+    keys = prompt_keys(TOKENS)
+    cluster.store(keys[:2])
+    prefill_transfer = cluster.load("r", keys, TOKENS, 0, 2)
+    cluster.forward([(prefill_transfer, keys, BlockRun(2, BLOCKS - 2), HBM)])
+    cluster.de.manager.active._active["r"].keys = tuple(keys[:5])
+    transfer = DecodeTransfer("r", TOKENS, prefill_transfer.de_slots, persist_from=2)
+    assert cluster.fill(transfer, HBM) is None
+    cluster.de.command(Persist(request_id="r", first_block=0, keys=tuple(keys[:5])))
+    cluster.release("r")
+    assert cluster.de.manager.persister.drain(GUARD_S)
+    assert stored_head(cluster.storage, keys[:5]) == 5
+    report = cluster.de.report()
+    assert report.counters[Counter.PERSISTED_BLOCKS.value] == 3, "the order is carried out once"
+    assert report.load.cached_buffer_tokens == 5 * GEOMETRY.block_tokens
+    assert_whole(cluster)
+
+
+def test_the_transfer_of_a_request_that_is_over_stores_nothing(cluster: ToyCluster) -> None:
+    keys = prompt_keys(TOKENS)
+    prefill_transfer = cluster.load("r", keys, TOKENS, 0, 0)
+    cluster.release("r")
+    transfer = DecodeTransfer("r", TOKENS, prefill_transfer.de_slots, persist_from=0)
+    assert "new owner" in (cluster.fill(transfer, HBM) or "")
+    assert cluster.de.manager.persister.drain(GUARD_S)
+    assert stored_head(cluster.storage, keys[:5]) == 0
 
 
 def test_a_prompt_without_new_blocks_and_without_slots_is_not_cached(

@@ -44,6 +44,13 @@ def test_a_request_sent_out_of_order_is_counted_once():
     assert (event.uncounted, event.load.unfinished_tokens) == ((), 30)
 
 
+def test_a_request_that_was_assigned_with_its_call_is_counted_once_the_report_names_it():
+    assigned = assignments_of("p0")
+    assigned.decided("a", Charge("p0", 10, 0))
+    assert assigned.event(load(0, 0), received=9).uncounted == ("a",)
+    assert assigned.event(load(1, 10), received=9, called=("a",)).uncounted == ()
+
+
 def test_reads_that_wait_for_buffer_space_are_in_the_queue():
     assigned = assignments_of("d0")
     assigned.decided("a", Charge("d0", 100, 64))

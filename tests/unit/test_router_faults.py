@@ -28,6 +28,9 @@ PROMPT = list(range(100, 118))
 #: What makes an engine suspicious is not that it is silent.
 PATIENT = RouterSettings(engine_timeout_s=GUARD_S)
 
+#: No block of it is a hit of ``PROMPT``.
+OTHER_PROMPT = list(range(500, 518))
+
 
 def releases(made: Cluster, engine_id: str) -> list[request_messages.Release]:
     return [m for m in made.engines[engine_id].received if isinstance(m, request_messages.Release)]
@@ -54,17 +57,12 @@ async def test_a_pe_lost_in_prefill_is_replaced_by_another():
 
 async def test_a_de_lost_after_its_last_token_costs_nothing():
     async with cluster() as made:
-        lost = made.engines["d0"]
-        lost.tokens_come_first = True
-        made.calls.gates["decode"] = asyncio.Event()
-        run = asyncio.create_task(made.run(job("a", PROMPT)))
-        await made.arrives("decode")
-        lost.unanswered = {control.Sync}
-        made.calls.gates["decode"].set()
-        await lost.saw(control.Sync)  # waits for KvInHbm
-        made.lose("d0")
-        assert await run == expected(PROMPT, 6)
+        made.engines["d0"].tokens_come_first = True  # it has not reported the KV in its HBM
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        made.lose("d0", certain=True)
         assert made.service.status()["counters"]["retries"] == 0
+        await made.settled("p0")
+        assert made.service.scheduler.releases.held == 0
 
 
 async def test_a_deregistered_pe_leaves_nothing_in_quarantine():
@@ -350,6 +348,79 @@ async def test_the_de_holds_its_slots_until_the_pe_has_confirmed():
         p0.answer(release)
         assert (await d0.saw(request_messages.Release)).writer_certain
         await made.settled()
+
+
+async def test_the_assignment_of_a_pe_that_reads_nothing_comes_with_its_call():
+    async with cluster() as made:
+        p0 = made.engines["p0"]
+        await made.run(job("first", OTHER_PROMPT))
+        assert made.calls.transfers[0].assignment is None, "it might not know the DE yet"
+        await p0.saw(request_messages.Assign)
+        p0.received.clear()
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        assignment = made.calls.transfers[1].assignment
+        assert assignment is not None
+        assert (assignment.session, assignment.number) == (p0.session.session, 1)
+        assert not [m for m in p0.received if isinstance(m, request_messages.Assign | control.Sync)]
+        await made.settled()
+
+
+async def test_a_pe_that_has_not_confirmed_to_know_the_de_is_sent_the_assignment_before():
+    async with cluster() as made:
+        await made.run(job("first", OTHER_PROMPT))
+        await made.revive("d0")
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        assert made.calls.transfers[-1].assignment is None
+        await made.run(job("b", range(900, 918)))
+        assert made.calls.transfers[-1].assignment is not None
+        await made.settled()
+
+
+async def test_a_call_that_comes_after_its_attempt_has_ended_is_refused():
+    async with cluster() as made:
+        p0 = made.engines["p0"]
+        await made.run(job("first", OTHER_PROMPT))
+        made.calls.gates["prefill"] = gate = asyncio.Event()
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        while len(made.calls.transfers) < 2:
+            await asyncio.sleep(0.01)
+        run.cancel()
+        late = made.calls.transfers[1]
+        assert late.assignment is not None
+        release = await p0.saw(request_messages.Release)
+        assert release.assignment == late.assignment.number
+        gate.set()
+        with pytest.raises(TransportError, match="has ended the session"):
+            await made.calls.prefill(made.service.registry.live("p0"), job("a", PROMPT), late)
+        await made.settled()
+
+
+async def test_an_engine_that_neither_reads_nor_reports_a_full_buffer_fails_the_attempt():
+    settings = RouterSettings(read_deadline_s=1.0, read_margin_s=1.0, max_attempts=1)
+    async with cluster(settings=settings) as made:
+        made.stored.update(keys_of(PROMPT))
+        made.engines["p0"].unanswered.add(request_messages.Assign)
+        with pytest.raises(EngineLostError, match="p0 has neither read 4 blocks nor reported"):
+            await made.run(job("a", PROMPT))
+        made.engines["p0"].unanswered.clear()
+        await made.settled()
+
+
+async def test_the_report_of_a_whole_prefill_confirms_as_well_that_the_pe_writes_no_more():
+    async with cluster() as made:
+        p0, d0 = made.engines["p0"], made.engines["d0"]
+        made.calls.gates["prefill"] = asyncio.Event()
+        p0.unanswered.add(request_messages.Release)
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        await made.arrives("prefill")
+        run.cancel()
+        await p0.saw(request_messages.Release)
+        p0.send(request_messages.PrefillDone("a", failure="a transfer failed"))
+        await made.delivered(d0)
+        assert not releases(made, "d0")
+        p0.send(request_messages.PrefillDone("a"))
+        assert (await d0.saw(request_messages.Release)).writer_certain
 
 
 async def test_a_pe_that_never_confirms_puts_the_slots_into_quarantine():

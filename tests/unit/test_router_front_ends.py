@@ -119,6 +119,22 @@ async def test_a_killed_front_end_costs_its_own_streams_only(stage: str) -> None
         await nothing_is_left(made)
 
 
+async def test_a_prompt_is_stored_though_its_front_end_dies_before_it_calls_the_decode_engine() -> (
+    None
+):
+    async with both_of_two() as (made, one, _):
+        made.calls.gates["decode"] = asyncio.Event()
+        dies = asyncio.create_task(one.run("a"))
+        await made.arrives("decode")
+        assert not made.stored, "the call orders it"
+        await one.kill()
+        with pytest.raises(Exception, match="router stops"):
+            await dies
+        await asyncio.sleep(TIMEOUT_S + 1)
+        await nothing_is_left(made)
+        assert made.stored == set(keys_of(PROMPT))
+
+
 async def test_a_scheduler_that_is_lost_costs_what_does_not_decode_yet_another_attempt() -> None:
     network = ControlNetwork()
     async with cluster() as made:
@@ -249,10 +265,10 @@ async def test_a_call_that_is_over_before_it_has_begun_leaves_nothing_behind(
 ) -> None:
     async with cluster() as made:
         session = FrontEndSession(made.service.scheduler, lambda message: None)
-        session.take(m.BeginRequest(RequestOrder("a", tuple(keys_of(PROMPT)))))
+        request = RequestOrder("a", tuple(keys_of(PROMPT)))
         order = AttemptOrder("a", 1, len(PROMPT), 6, tuple(keys_of(PROMPT)))
-        session.take(m.BeginAttempt("a", order, made.service.registry.namespace, {}))
-        session.take(m.AttemptCall(1, "a", m.Step.PREPARE))
+        namespace = made.service.registry.namespace
+        session.take(m.BeginAttempt(1, "a", order, namespace, {}, request))
         session.take(m.EndAttempt("a", "its client has left"))
         await asyncio.sleep(1.0)
         gc.collect()

@@ -10,7 +10,6 @@ from tests.guard import GUARD_S
 from tests.unit.router_cluster import WatchedService
 
 from dualpath.core import control, transfers
-from dualpath.core import control as request_messages
 from dualpath.core.blocks import StoreNamespace, block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
@@ -95,14 +94,13 @@ class ToyCalls:
         )
         keys = self._keys(job)
         chunk = BlockRun(prefill_transfer.hit_blocks, len(keys) - prefill_transfer.hit_blocks)
+        assert self._toys.pe.manager.take_call(prefill_transfer)
         async with self._one:
             failures = await asyncio.to_thread(
                 self._toys.forward, [(prefill_transfer, keys, chunk, range(len(keys)))]
             )
         assert not failures
-        self._toys.pe.outbox.put(
-            request_messages.PrefillDone(request_id=prefill_transfer.request_id)
-        )
+        self._toys.pe.outbox.put(self._toys.pe.manager.sent(prefill_transfer.request_id, None))
         return TokenEvent(token_ids=(1,), finish_reason="length")
 
     async def answers(self, engine: EngineInfo) -> None:

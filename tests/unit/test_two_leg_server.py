@@ -96,9 +96,6 @@ class Taken:
     def decoding_started(self) -> None:
         self.calls.append("decoding")
 
-    async def decoded(self) -> None:
-        self.calls.append("decoded")
-
     async def stalls(self) -> None:
         await self.lost.wait()
         raise EngineLostError("engine e is lost: its core hangs")
@@ -357,7 +354,7 @@ async def test_a_second_leg_gets_the_transfer_of_its_attempt() -> None:
     assert sent["kv_transfer_params"]["remote_prefill_cached_tokens"] == 64
     assert sent["kv_transfer_params"]["prompt_token_ids"] == TOKENS
     assert (sent["prompt"], sent["max_tokens"]) == ("text", 50)
-    assert engine.legs.taken[0].calls == ["decoding", "decoded", "finished"]
+    assert engine.legs.taken[0].calls == ["decoding", "finished"]
     assert engine.legs.named == [(engine.legs.named[0][0], "req")]
 
 
@@ -390,7 +387,7 @@ async def test_without_an_attempt_a_prefill_engine_is_called_as_by_a_router() ->
     (sent,) = engine.vllm.completed
     assert from_transfer_params(sent["kv_transfer_params"]) == DECODE
     assert sent["kv_transfer_params"]["remote_prefill_cached_tokens"] == 64
-    assert engine.legs.taken[0].calls == ["decoding", "decoded", "finished"]
+    assert engine.legs.taken[0].calls == ["decoding", "finished"]
 
 
 async def test_a_second_leg_that_vllm_refuses_is_answered_by_vllm() -> None:

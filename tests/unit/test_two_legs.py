@@ -141,7 +141,6 @@ class Engines:
             async for event in stream:
                 attempt.decoding_started()
                 tokens += event.token_ids
-            await attempt.decoded()
             reason = "finished"
         finally:
             attempt.close(reason)

@@ -271,7 +271,7 @@ class DecodeEngine:
             yield Fill(number, transfer, request.hbm_blocks, seeds)
 
     def _end(self, request: DecodeRequest, answer: Answer) -> None:
-        self._plane.manager.active.ended(request.decode_transfer.request_id)
+        self._plane.manager.ended(request.decode_transfer.request_id)
         self._plane.hbm.free(request.hbm_blocks)
         request.hbm_blocks = ()
         self._place_waiting()

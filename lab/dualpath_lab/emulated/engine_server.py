@@ -33,7 +33,7 @@ from dualpath.router.http.server import (
     until_client_leaves,
 )
 from dualpath.router.requests.limits import ArrivingBodies, BodyRefusedError
-from dualpath.router.scheduling import HandedOver
+from dualpath.router.scheduling import FINISHED, HandedOver
 from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.open_calls import (
     CALL_HEADER,
@@ -348,8 +348,7 @@ class EngineServer:
             answer = await self._run(request, generate, sent)
             if answer.status == HTTPStatus.OK:
                 attempt.decoding_started()
-                await attempt.decoded()
-                reason = "finished"
+                reason = FINISHED
             return answer
         finally:
             attempt.close(reason)

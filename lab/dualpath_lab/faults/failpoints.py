@@ -42,10 +42,10 @@ _ROUTER_POINTS = (
     Failpoint(Step.LOOKING_UP, f"{_AT_ENGINES}._look_up"),
     Failpoint(Step.WAITING, f"{_AT_ENGINES}._find_engines"),
     Failpoint(Step.RESERVING, f"{_AT_ENGINES}._reserve"),
-    Failpoint(Step.READING, f"{_AT_ENGINES}._read"),
+    Failpoint(Step.READING, f"{_AT_ENGINES}._reading"),
     Failpoint(Step.PREFILLING, f"{_ATTEMPT}._prefill"),
     Failpoint(Step.HANDING_OVER, f"{_ATTEMPT}._stream_first"),
-    Failpoint(Step.PERSISTING, f"{_AT_ENGINES}._persist"),
+    Failpoint(Step.PERSISTING, f"{_AT_ENGINES}._buffer_complete"),
     Failpoint(Step.DECODING, f"{_ATTEMPT}._decode"),
     Failpoint(Step.H2D, f"{_AT_ENGINES}.kv_in_hbm"),
     Failpoint(Step.RELEASING, f"{_ATTEMPT}._release"),
@@ -56,7 +56,6 @@ _ENGINE_POINTS = (
     Failpoint(Step.LOOKING_UP, _HANDLE, "Lookup"),
     Failpoint(Step.RESERVING, _HANDLE, "Assign"),
     Failpoint(Step.READING, "dualpath.storage.posix:PosixStorage.read"),
-    Failpoint(Step.RELEASING, _HANDLE, "Release"),
 )
 #: A transfer of KV is over; on the thread that moves KV.
 _MOVED = "dualpath.engine.passes.pump:Completion.finish"
@@ -64,11 +63,13 @@ _PREFILL_POINTS = (
     Failpoint(Step.PREFILLING, _MOVED),
     Failpoint(Step.PREFILLING, "dualpath.engine.passes.forward_pass:ForwardPass.computed"),
     Failpoint(Step.HANDING_OVER, "dualpath.engine.control.traffic_manager:TrafficManager.sent"),
+    Failpoint(Step.RELEASING, "dualpath.engine.control.traffic_manager:TrafficManager._free"),
 )
 _DECODE_POINTS = (
     Failpoint(Step.HANDING_OVER, "dualpath.engine.control.transfer_checks:TransferChecks.check"),
     Failpoint(Step.H2D, "dualpath.engine.control.traffic_manager:TrafficManager.fill_hbm"),
     Failpoint(Step.H2D, _MOVED),
+    Failpoint(Step.RELEASING, _HANDLE, "Release"),
 )
 _PREFILL_RANK = (
     Failpoint(Step.PREFILLING, "dualpath.engine.ranks.follower:FollowedPass.computed"),

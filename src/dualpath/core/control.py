@@ -6,8 +6,8 @@ never sent over this connection.
 
     router → engine   Registered Refused Ack PeerUp PeerDown LivenessProbe Lookup Sync Assign Read
                       Persist Release Retain Drained
-    engine → router   Register Report CacheUpdate ConfirmedDead LookupDone Synced Reserved ReadDone
-                      PrefillDone KvInHbm Released Failed Deregister
+    engine → router   Register Report CacheUpdate ConfirmedDead LookupDone Synced ReservationWaits
+                      Reserved ReadDone PrefillDone KvInHbm RequestOver Released Failed Deregister
 
 The messages about one request, and their order, are in ``core.request_messages``.
 """
@@ -23,7 +23,7 @@ from dualpath.core.errors import IncompatibleError
 from dualpath.core.key_cache import Adapter
 from dualpath.core.names import Name, in_one_line
 from dualpath.core.rates import Rates
-from dualpath.core.runs import HitRun
+from dualpath.core.runs import BlockRun, HitRun
 
 # ----------------------------------------------------------------------------------------- message
 # The base class of control messages.
@@ -38,11 +38,42 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 #
 # Their order (Fig. 4 of the paper):
 #
-#     Assign(DE, reserve whole prompt) → Reserved → Assign(PE) and Read on the chosen side(s) →
-#     ReadDone → vLLM request at the PE carrying a ``PrefillTransfer`` → first token and PrefillDone
-#     → Persist(DE, the prompt's new blocks) and vLLM request at the DE carrying a
-#     ``DecodeTransfer`` → KvInHbm (H2D done, slots of the DE buffer free) → tokens → Release at
-#     both → Released
+#     Assign(DE, reserve whole prompt, and read if the DE reads) → ReadDone, or Reserved if the DE
+#     does not read or the PE does → Assign(PE, reserve and read) if it reads → ReadDone → vLLM
+#     request at the PE carrying a ``PrefillTransfer``, which has the assignment of a PE that reads
+#     nothing → first token and PrefillDone
+#     → vLLM request at the DE carrying a ``DecodeTransfer``, upon which it writes the prompt's new
+#     blocks → KvInHbm (H2D done, slots of the DE buffer free) → tokens → RequestOver
+
+
+class GrantRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A storage read that begins when the slots of an ``Assign`` are granted.
+
+    ``run``, without slots, are blocks to read, as in ``Read``; ``first_slot`` is the position of
+    its first block among the reserved ones, whose keys are those of the ``Assign``.  Blocks that
+    the engine caches are not read.  If it caches fewer than the first ``cached_blocks`` of the
+    reserved ones, it reads nothing and answers with ``Reserved``: the read is planned again.  After
+    ``deadline_s`` from the grant it answers with the blocks verified so far.  ``parent`` is the key
+    before the first reserved block.  ``announced``: ``Reserved`` is sent at the grant as well, as
+    another engine waits for it.
+    """
+
+    run: HitRun
+    first_slot: Annotated[int, msgspec.Meta(ge=0)]
+    deadline_s: float
+    cached_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    parent: bytes = b""
+    announced: bool = False
+
+    def behind(self, cached_blocks: int) -> HitRun | None:
+        """Return what is to be read if the first ``cached_blocks`` reserved blocks are cached.
+
+        None if nothing is: all is cached, or so few blocks are that the read is planned again.
+        """
+        blocks, cut = self.run.blocks, max(cached_blocks - self.first_slot, 0)
+        if cached_blocks < self.cached_blocks or cut >= blocks.count:
+            return None
+        return self.run.part(BlockRun(blocks.first + cut, blocks.count - cut))
 
 
 class Assign(Message, frozen=True, tag=True):
@@ -50,14 +81,25 @@ class Assign(Message, frozen=True, tag=True):
 
     A ``Report`` counts it if its envelope acknowledges this message.
     ``reserve_blocks`` > 0 asks for that many Full Block slots of the engine's DRAM buffer, granted
-    FIFO and answered with ``Reserved``.  ``keys`` are those of the first of these blocks: the
-    longest cached prefix of them is granted its cached slots.
+    FIFO.  ``keys`` are those of these blocks, or of the first of them: the longest cached prefix of
+    the first ``shared_blocks`` is granted its cached slots.  For a DE they are those of all full
+    blocks of the prompt, under which it stores them (``DecodeTransfer``).  The answer is
+    ``Reserved``, or with ``read`` ``ReadDone``.  With ``read`` an engine that cannot grant the slots
+    at once answers ``ReservationWaits``, and then sends ``Reserved`` at the grant as well.
     """
 
     request_id: Name
     tokens: int
     reserve_blocks: int
     keys: tuple[bytes, ...] = ()
+    shared_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    read: GrantRead | None = None
+
+
+class ReservationWaits(Message, frozen=True, tag=True):
+    """The slots of an ``Assign`` with ``read`` are not free; they are granted later."""
+
+    request_id: Name
 
 
 class Reserved(Message, frozen=True, tag=True):
@@ -92,7 +134,8 @@ class ReadDone(Message, frozen=True, tag=True):
     """Outcome of ``Read``: its first ``good_blocks`` are in the buffer and verified.
 
     ``slots`` are all current slots of the request: after a deadline the engine may have replaced
-    slots that a late read could still write to.
+    slots that a late read could still write to.  After ``Assign`` with ``read``, ``wait_s`` and
+    ``cached_blocks`` are those of ``Reserved``.
     """
 
     request_id: Name
@@ -102,10 +145,15 @@ class ReadDone(Message, frozen=True, tag=True):
     queue_s: float
     read_s: float
     slots: tuple[int, ...]
+    wait_s: float = 0.0
+    cached_blocks: int = 0
 
 
 class Persist(Message, frozen=True, tag=True):
     """Write the prompt's blocks from ``first_block`` on to storage under ``keys``.
+
+    A ``DecodeTransfer`` has the same effect.  This message comes before a ``Release`` where the DE
+    may not have got the transfer, and has no effect if it has.
 
     ``origin`` has the key before the first of them.  The prompt's KV is complete and no transfer
     writes to it any more; ``hit_keys`` are the keys of its first blocks, which are stored already.
@@ -122,7 +170,8 @@ class PrefillDone(Message, frozen=True, tag=True):
     """The PE's last transfer for the request is over; the DE buffer is complete iff no failure.
 
     The router regards a prefill as complete only after this message: the engine's HTTP answer
-    proves that the first token was computed, not that the KV arrived.
+    proves that the first token was computed, not that the KV arrived.  Without a failure the PE has
+    released the request, as if it had got a ``Release`` and had answered ``Released``.
 
     For metrics: ``forward_s`` is the time of the request's forward passes, ``transfer_s`` the part
     of it in which they waited for transfers that did not overlap with computation; 0 in modes
@@ -136,22 +185,37 @@ class PrefillDone(Message, frozen=True, tag=True):
 
 
 class KvInHbm(Message, frozen=True, tag=True):
-    """The DE has copied the prompt's KV to its HBM and freed the slots of its buffer."""
+    """The DE has copied the prompt's KV to its HBM and freed the slots of its buffer.
+
+    An event of a ``Report``.
+    """
 
     request_id: Name
     h2d_s: float
+
+
+class RequestOver(Message, frozen=True, tag=True):
+    """A request has ended at the DE by itself, after ``KvInHbm``: the DE has released it.
+
+    An event of a ``Report``.
+    """
+
+    request_id: Name
 
 
 class Release(Message, frozen=True, tag=True):
     """The request is over on this engine; slots are freed once nothing can write to them.
 
     ``writer_certain`` is False while a prefill engine may still write into the slots: they are then
-    quarantined until another ``Release`` of the request has it True.
+    quarantined until another ``Release`` of the request has it True.  ``assignment`` is the number
+    of the ``CallAssignment`` of the request, 0 if it has none: a PE that has not got the call yet
+    refuses it from now on.
     """
 
     request_id: Name
     reason: str
     writer_certain: bool = True
+    assignment: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Released(Message, frozen=True, tag=True):
@@ -168,7 +232,7 @@ class Failed(Message, frozen=True, tag=True):
 
 
 #: Incremented whenever a message changes its form or meaning; both ends must agree.
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 #: Length of a truncated key in ``CacheUpdate``, and how many keys one message has.
 CACHE_UPDATE_KEY_BYTES = 8
@@ -229,10 +293,12 @@ class Registered(Message, frozen=True, tag=True):
     """Answer to the ``Register`` with this ``registration``: the session of its envelope has begun.
 
     ``enable_caching``: whether the engine caches blocks in its DRAM buffer for later requests.
+    ``session`` is that of the envelope, for an engine's data plane.
     """
 
     registration: int = 1
     enable_caching: bool = True
+    session: Name = ""
 
 
 class Refused(Message, frozen=True, tag=True):
@@ -384,12 +450,13 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Report(Message, frozen=True, tag=True):
-    """State of an engine, sent on change and as heartbeat; may be lost.
+    """State of an engine, sent on change and as heartbeat; may be lost, unless it has ``events``.
 
-    ``report_seq`` numbers an engine's reports: one that is older than the last one received is
-    dropped.  ``load`` counts each request if the report's envelope acknowledges its ``Assign``,
-    until the engine has released it.  ``counters`` are monotonic totals for metrics (names in
-    ``engine/counters.py``).  ``unhealthy``: why the data plane is blocked or broken, None if it
+    ``report_seq`` numbers an engine's reports: of one that is older than the last one received only
+    the events count.  ``load`` counts each request if the report's envelope acknowledges its ``Assign``,
+    until the engine has released it, and those of ``called``, of which the assignment has come with
+    their call.  ``counters`` are monotonic totals for metrics (names in
+    ``engine/counters.py``), empty if they were sent a moment ago.  ``unhealthy``: why the data plane is blocked or broken, None if it
     works; ``storage``: how full the storage is, None without a janitor; ``draining``: why the
     engine drains, None if it does not: it leaves once it receives ``Drained``.
     ``steps`` grows while the engine's core works: with each layer and each step that it computes,
@@ -403,6 +470,8 @@ class Report(Message, frozen=True, tag=True):
     storage: StorageUse | None = None
     draining: str | None = None
     steps: int = 0
+    called: tuple[Name, ...] = ()
+    events: tuple[KvInHbm | RequestOver, ...] = ()
 
 
 class CacheUpdate(Message, frozen=True, tag=True):
@@ -450,10 +519,12 @@ EngineMessage = (
     | ConfirmedDead
     | LookupDone
     | Synced
+    | ReservationWaits
     | Reserved
     | ReadDone
     | PrefillDone
     | KvInHbm
+    | RequestOver
     | Released
     | Failed
     | Deregister

@@ -41,8 +41,9 @@ MOST_HEARTBEATS_PER_S = 1000
 #: The least number of heartbeats within the time after which a silent end counts as lost; it limits
 #: the interval.
 HEARTBEATS_PER_TIMEOUT = 4
-#: Resend an unacknowledged message after this time, when a message of the other end arrives.
-RESEND_AFTER_S = 0.5
+#: Resend an unacknowledged message after this time, when a message of the other end arrives.  The
+#: other end acknowledges within ``ACKNOWLEDGE_S`` or with its next report.
+RESEND_AFTER_S = 1.0
 #: Messages resent at a time; their acknowledgement triggers the next ones.
 MAX_RESENT_AT_ONCE = 64
 #: A live router sends a heartbeat at least every 2.5 s; after this time of silence it is lost.
@@ -81,6 +82,10 @@ class Channel(Generic[M, R]):
         """Whether messages of the other end are received but not acknowledged yet."""
         return self._acknowledged < self._received
 
+    def has_received(self, number: int) -> bool:
+        """Whether the other end has acknowledged the message of this number."""
+        return not self._unacknowledged or number < self._unacknowledged[0][0]
+
     def send(self, message: M, now_s: float) -> Envelope[M]:
         """Number a message and store it until it is acknowledged; return its envelope."""
         self._sent += 1
@@ -92,6 +97,10 @@ class Channel(Generic[M, R]):
     def send_lossy(self, message: M) -> Envelope[M]:
         """Return the envelope of a message that may be lost, as a newer one supersedes it."""
         return self._envelope(0, message)
+
+    def end(self) -> None:
+        """The session is over: free the messages that will not be resent."""
+        self._unacknowledged.clear()
 
     def receive(self, envelope: Envelope[R], now_s: float) -> tuple[R | None, list[Envelope[M]]]:
         """Return the message to deliver, if any, and the envelopes to resend.

@@ -7,7 +7,7 @@ that vLLM computes, under one key of its ``kv_transfer_params``.
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -20,6 +20,18 @@ from dualpath.core.runs import HitRun
 TRANSFER_PARAMS_KEY = "dualpath"
 
 
+class CallAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The assignment of a request to a PE that comes with its call, in place of an ``Assign``.
+
+    It is valid in this ``session`` of the PE with the router only, and once: ``number`` counts the
+    assignments of this kind in the session, from 1 on.  ``tokens`` count against the PE's load.
+    """
+
+    session: Name
+    number: Annotated[int, msgspec.Meta(ge=1)]
+    tokens: Annotated[int, msgspec.Meta(ge=0)]
+
+
 class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Travels with the PE's vLLM request: the source of hit KV, the destination of the whole KV.
 
@@ -27,7 +39,8 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     with its own chain before it trusts any loaded block.  ``de_slots`` has one slot per prompt
     block, the last possibly partial; the first ``shared_blocks`` of them are shared with other
     requests and must not be written to.  ``prompt_digest`` is set where the engine makes its own
-    tokens of the request: KV of other tokens is then not used.
+    tokens of the request: KV of other tokens is then not used.  ``assignment`` is None if the PE
+    was sent an ``Assign``.
     """
 
     request_id: Name
@@ -40,6 +53,7 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     de_slots: tuple[int, ...]
     shared_blocks: int = 0
     prompt_digest: bytes = b""
+    assignment: CallAssignment | None = None
 
 
 class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -49,7 +63,9 @@ class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     append: then ``hit_key_tail`` is the key of the last of them, which the DE compares with its own
     chain before it trusts any of these blocks.  ``tenant`` owns the blocks of all tokens that
     follow, ``prompt_digest`` is as in ``PrefillTransfer``.  ``hits`` are the runs, without slots,
-    that the DE itself had in its buffer or read; they are for metrics only.
+    that the DE itself had in its buffer or read; they are for metrics only.  The DE writes its full
+    blocks from ``persist_from`` on to storage, under the keys of its ``Assign``; None: it waits for
+    ``Persist``.
     """
 
     request_id: Name
@@ -59,6 +75,7 @@ class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     hit_key_tail: bytes = b""
     prompt_digest: bytes = b""
     hits: tuple[HitRun, ...] = ()
+    persist_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 def prompt_digest(keys: Sequence[BlockKey], token_ids: Sequence[int], block_tokens: int) -> bytes:

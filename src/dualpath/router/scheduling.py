@@ -6,7 +6,7 @@ for each unit of a front end that knows several (``scheduler.units``).  Everythi
 between them is defined here, as data or as a call with one result:
 
     front end → scheduler   begin(RequestOrder) · attempt(AttemptOrder) · prepare · prefilled
-                            · prefill_aborted · decoding_started · decoded · close · end(Answered)
+                            · prefill_aborted · decoding_started · close · end(Answered)
                             · suspect · call_waits · …
     scheduler → front end   Placed, Staged, Recomputed, Arrived; that an attempt is broken
 
@@ -75,6 +75,11 @@ class AttemptOrder(msgspec.Struct, frozen=True):
     handover: str = ""
     prompt_digest: bytes = b""
     max_load_tokens: int | None = None
+
+
+#: The reason of ``ScheduledAttempt.close`` if the DE has generated the last token: its request is
+#: over there.
+FINISHED = "finished"
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True):
@@ -152,7 +157,8 @@ class ScheduledAttempt(Protocol):
     """The scheduler's side of an attempt.
 
     Calls that start something raise ``EngineLostError`` once ``broken`` is done, which then has
-    that error.  Each call may be repeated and then changes nothing.
+    that error.  ``prepare`` is called once; each other call may be repeated and then changes
+    nothing.
     """
 
     @property
@@ -168,12 +174,13 @@ class ScheduledAttempt(Protocol):
         """Find what is stored, the engines and their slots, and have the hits read (§4.1).
 
         Raises ``EngineLostError``, ``TransportError`` (``HitLostError`` if the DE was to compute
-        the append) or, if no engine can ever take the request, ``BadRequestError``.
+        the append) or ``BadRequestError``, if no engine can ever take the request or an attempt of
+        another front end has its name.
         """
         ...
 
     async def prefilled(self) -> Prefilled:
-        """The PE's first token is there: wait for its report that the KV arrived, release the PE.
+        """The PE's first token is there: wait for its report that the KV arrived.
 
         Without a PE it waits for nothing and is called before the DE's request.  Raises
         ``EngineLostError`` without a report, ``TransportError`` if KV did not arrive.
@@ -188,15 +195,11 @@ class ScheduledAttempt(Protocol):
         """The DE generates: all of the prompt's KV has arrived, no PE writes there any more."""
         ...
 
-    async def decoded(self) -> None:
-        """The DE has generated the last token: wait for its earlier reports.
-
-        Losing the DE no longer matters.
-        """
-        ...
-
     def close(self, reason: str) -> None:
-        """Release everything at the engines, the ledger and the scheduler; idempotent."""
+        """Release everything at the engines, the ledger and the scheduler; idempotent.
+
+        ``reason`` is ``FINISHED`` or a text.
+        """
         ...
 
 
@@ -204,7 +207,10 @@ class ScheduledRequest(Protocol):
     """A request in the order of its arrival."""
 
     def attempt(self, order: AttemptOrder, listener: AttemptListener) -> ScheduledAttempt:
-        """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
+        """Begin an attempt.
+
+        Raises ``BadRequestError`` if another one of this front end has its name.
+        """
         ...
 
     async def ends_aborted(self) -> bool:

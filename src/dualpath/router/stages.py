@@ -30,7 +30,7 @@ class Stage(StrEnum):
     TRANSFER = "transfer"
     """What the forward passes waited for KV transfers: those that computation did not hide."""
     HANDOVER = "handover"
-    """From the call of the DE until it has the prompt's KV in its HBM."""
+    """From the call of the DE until its first token, for which it has the prompt's KV in HBM."""
     H2D = "h2d"
     """The copy to HBM alone, as the DE measured it."""
     DECODE = "decode"

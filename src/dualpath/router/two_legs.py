@@ -216,10 +216,6 @@ class SecondLeg:
         self._call.heard()
         self._attempt.decoding_started()
 
-    async def decoded(self) -> None:
-        """The DE has generated the last token: wait for its earlier reports."""
-        await self._attempt.decoded()
-
     async def stalls(self) -> None:
         """Raise ``EngineLostError`` when the DE is lost and has sent nothing for a while.
 
@@ -514,8 +510,8 @@ class TwoLegs:
     async def take(self, params: LegParameters, request_id: str) -> SecondLeg | HandedOver:
         """Return the attempt that a second leg continues at this DE, or where its KV is.
 
-        The caller calls ``decoding_started`` when the DE generates, ``decoded`` after its last
-        token, and ``close`` in any case; or ``withdraw`` if the leg ends without the other DE.
+        The caller calls ``decoding_started`` when the DE generates, and ``close`` in any case; or
+        ``withdraw`` if the leg ends without the other DE.
         Raises an error of ``core.errors`` with the reason if there is none.
         """
         self._check_role(Role.DECODE, "second")

@@ -46,7 +46,7 @@ from dualpath.router.asgi import (
 )
 from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.limits import refusal
-from dualpath.router.scheduling import HandedOver
+from dualpath.router.scheduling import FINISHED, HandedOver
 from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.statuses import status_of
 from dualpath.router.token_api.wire import STREAM_END, server_event
@@ -532,10 +532,9 @@ async def _run(
     try:
         await run_until_broken(forward(passing), stalls)
         if ended:
-            await leg.decoded()
-            reason = "finished"
+            reason = FINISHED
     except DualPathError as error:
-        # If it has ended, the client has its answer: only the reports of the engine are late.
+        # If it has ended, the client has its answer.
         logger.warning("request %s: %s", leg.transfer.request_id, error)
         if not began:
             raise

@@ -368,7 +368,7 @@ class WorkerSide:
         if step.free_hbm_tokens is not None:
             membership.manager.free_hbm_tokens = step.free_hbm_tokens
         for request_id in step.ended:
-            membership.manager.active.ended(request_id)
+            membership.manager.ended(request_id)
         for request_id, reason in step.rejected.items():
             membership.send(membership.manager.sent(request_id, reason))
 

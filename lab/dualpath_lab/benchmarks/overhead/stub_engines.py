@@ -40,6 +40,7 @@ from dualpath.engine.control.link import (
     TICK_S,
     RouterSession,
     connect_dealer,
+    has_events,
     prepare_dealer,
 )
 from dualpath.engine.counters import Counter
@@ -64,6 +65,8 @@ METADATA_BYTES = 1024
 _REGIONS = tuple(
     RegionAddress(name, 1 << 46, 1 << 20, 1 << 20, 1) for name in ("buffer", "staging")
 )
+#: Interval of reports with counters, as ``engine.control.membership`` has it.
+COUNTERS_GAP_S = 0.5
 #: Engines take turns in so many parts of a tick, as heartbeats of a cluster do not come at once.
 _SLICES = 10
 
@@ -105,8 +108,10 @@ class StubEngine:
         self._epoch = f"{self.engine_id}-{epoch}"
         self._context, self._router = context, router
         self._session: RouterSession[control.EngineMessage, control.RouterMessage] = RouterSession(
-            self._hello, self._report, self._take, lambda reason: self._counted.clear()
+            self._hello, self._report, self._take, lambda reason: self._end(), has_events
         )
+        self._events: list[control.KvInHbm | control.RequestOver] = []
+        self._counters_due_s = 0.0
         self._counted: dict[str, int] = {}
         self._reports = itertools.count(1)
 
@@ -139,9 +144,17 @@ class StubEngine:
 
     def send(self, message: control.EngineMessage) -> None:
         """Send it, and report the load soon unless it only answers a query."""
+        if isinstance(message, control.KvInHbm | control.RequestOver):
+            self._events.append(message)
+            self._session.load_changed = True
+            return
         if not isinstance(message, control.LookupDone | control.Synced):
             self._session.load_changed = True
         self._post(self._session.send(message, time.monotonic()))
+
+    def released(self, request_id: str) -> None:
+        """A request counts no longer."""
+        self._counted.pop(request_id, None)
 
     def _hello(self, registration: int) -> control.Register:
         agents = (AgentAddress(self._epoch, bytes(METADATA_BYTES), _REGIONS),)
@@ -161,7 +174,17 @@ class StubEngine:
             dp=self._dp,
         )
 
+    def _end(self) -> None:
+        self._counted.clear()
+        self._events.clear()
+
     def _report(self) -> control.Report:
+        now_s = time.monotonic()
+        counters: dict[str, float] = {}
+        if now_s >= self._counters_due_s:
+            self._counters_due_s = now_s + COUNTERS_GAP_S
+            counters |= dict.fromkeys(Counter, 1.0)
+        events, self._events = tuple(self._events), []
         return control.Report(
             report_seq=next(self._reports),
             load=control.Load(
@@ -171,7 +194,8 @@ class StubEngine:
                 free_hbm_tokens=_TOKENS,
                 free_buffer_tokens=_TOKENS,
             ),
-            counters=dict.fromkeys(Counter, 1.0),
+            counters=counters,
+            events=events,
         )
 
     def _take(self, message: control.RouterMessage) -> None:
@@ -184,9 +208,16 @@ class StubEngine:
                 self.send(control.Synced(message.call_id))
             case request_messages.Assign():
                 self._counted[message.request_id] = message.tokens
-                if message.reserve_blocks:
-                    slots = tuple(range(message.reserve_blocks))
+                slots = tuple(range(message.reserve_blocks))
+                if slots and (message.read is None or message.read.announced):
                     self.send(request_messages.Reserved(message.request_id, slots, 0.0))
+                if message.read is not None:
+                    good = message.read.run.blocks.count
+                    self.send(
+                        request_messages.ReadDone(
+                            message.request_id, good, None, 0, 0.0, 0.0, slots
+                        )
+                    )
             case request_messages.Read():
                 run = message.run
                 self.send(
@@ -195,7 +226,7 @@ class StubEngine:
                     )
                 )
             case request_messages.Release():
-                self._counted.pop(message.request_id, None)
+                self.released(message.request_id)
                 self.send(request_messages.Released(message.request_id))
 
     def _post(self, envelopes_out: Sequence[envelopes.FromEngine]) -> None:
@@ -267,9 +298,12 @@ class StubEngines:
         """Report that a PE has computed its prefill, or that a DE has the KV in HBM."""
         engine, name = self._engines[engine_id], transfer.request_id
         if isinstance(transfer, PrefillTransfer):
+            engine.released(name)
             engine.send(request_messages.PrefillDone(name))
         else:
             engine.send(request_messages.KvInHbm(name, 0.0))
+            engine.released(name)
+            engine.send(request_messages.RequestOver(name))
 
 
 # ------------------------------------------------------------------------------------- stub server

@@ -10,8 +10,9 @@ import msgspec
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.cluster import GroupRank, HostProcess, Role
-from dualpath.core.control import decode_engine_message, decode_router_message
+from dualpath.core.control import Release, decode_engine_message, decode_router_message
 from dualpath.core.errors import ConfigError, DualPathError, EngineLostError, StorageError
+from dualpath.core.transfers import CallAssignment
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION
 from dualpath.engine.control.link import RouterConnection
 from dualpath.engine.control.surroundings import Surroundings, open_node_dram
@@ -380,6 +381,7 @@ class SimEngine:
             return
         self._watch_hbm(plane)
         self._watch_copies(plane)
+        self._watch_calls(plane)
         self.plane = plane
         prefills = self.settings.engine.role is Role.PREFILL
         self._engine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
@@ -620,6 +622,33 @@ class SimEngine:
             copy(request_id, steps, hbm_blocks, done)
 
         copier.into_hbm = checked  # type: ignore[method-assign]
+
+    def _watch_calls(self, plane: DataPlane) -> None:
+        """Check that a call is served in the session of its assignment, and not after its release.
+
+        What a PE writes otherwise may reach slots that have other owners by then.
+        """
+        manager, active = plane.manager, plane.manager.active
+        free, add_called = manager._free, active.add_called
+        released: set[str] = set()
+
+        def noted_free(release: Release) -> None:
+            released.add(release.request_id)
+            free(release)
+
+        def checked(request_id: str, assignment: CallAssignment, now_ns: int) -> None:
+            add_called(request_id, assignment, now_ns)
+            if not active.is_active(request_id):
+                return
+            if request_id in released:
+                self.shared.world.problem(f"{self.name} serves {request_id} after its release")
+            if assignment.session != active._session:
+                self.shared.world.problem(
+                    f"{self.name} serves {request_id}, which was assigned in a former session"
+                )
+
+        manager._free = noted_free  # type: ignore[method-assign, assignment]
+        active.add_called = checked  # type: ignore[method-assign]
 
     def cached_blocks(self) -> Iterator[tuple[BlockKey, bytes]]:
         """Yield the keys and contents of the blocks that its buffer caches."""

@@ -184,9 +184,7 @@ class Call:
             self._network.arrive(self.server, direction, call)
 
     def connect(self, body: bytes) -> None:
-        """The request reaches the engine."""
-        if not self._open:
-            return
+        """The request reaches the engine, perhaps after its caller has closed the connection."""
         self._network.world.maybe_fault()
         if not self.server.serves:
             self.break_off("connection refused")
@@ -197,7 +195,9 @@ class Call:
         """The engine has accepted the request; ``abort`` ends it."""
         self._abort = abort
         if not self._open:
-            self.server.aborted(abort)
+            self._network.world.after(
+                self._network.delay_s(), functools.partial(self.server.aborted, abort)
+            )
 
     def deliver(self, answer: Answer | DualPathError | Message) -> None:
         """Send a part of the engine's response."""

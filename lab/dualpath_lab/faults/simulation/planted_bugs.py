@@ -16,12 +16,14 @@ import msgspec
 
 from dualpath.core.blocks import BlockKey, BlockOrigin, KeyExtras, StoreNamespace, block_keys
 from dualpath.core.cluster import HostProcess, Role
-from dualpath.core.control import Envelope, Register, Release
+from dualpath.core.control import Envelope, GrantRead, Register, Release
 from dualpath.core.errors import ConfigError, StorageError
+from dualpath.core.runs import HitRun
 from dualpath.core.sessions import Channel
+from dualpath.core.transfers import CallAssignment
 from dualpath.engine.buffer.block_buffer import NO_REQUEST, BlockBuffer, CachedBlocks, SlotPool
 from dualpath.engine.buffer.dram_tier import Retention
-from dualpath.engine.control.assigned_requests import ActiveRequests
+from dualpath.engine.control.assigned_requests import ActiveRequests, TakenNumbers
 from dualpath.engine.control.membership import Membership
 from dualpath.engine.control.peers import Peers
 from dualpath.engine.control.surroundings import Surroundings
@@ -55,6 +57,7 @@ from dualpath.router.scheduler.releases import Releases
 from dualpath.router.scheduler.remote import RemoteAttempt, RemoteRequest, RemoteScheduling
 from dualpath.router.scheduler.roles import Roles
 from dualpath.router.scheduler.units import UnitRequest
+from dualpath.router.scheduling import RequestOrder
 from dualpath.storage import janitor, posix
 from dualpath.storage.block_file import PlainVerifier
 from dualpath.storage.chain_index import NO_PINS, ChainIndex, Pins, Rows, victims
@@ -205,9 +208,8 @@ def _engines_lost_only(self: RemoteScheduling, reason: str) -> None:
     self.engines.clear(self._away(reason))
 
 
-def _announce_once(self: RemoteRequest) -> None:
-    if not self._begun_in:
-        _announce(self)
+def _begun_once(self: RemoteRequest) -> RequestOrder | None:
+    return None if self._begun_in else _not_begun(self)
 
 
 def _twice_as_many(self: Roles, role: Role) -> list[tuple[EngineState, ...]]:
@@ -226,7 +228,7 @@ def _changes_unnumbered(
         _send(self, front_end, message)
 
 
-_announce, _nodes, _send = RemoteRequest._announce, Roles.nodes, FrontEndServer._send
+_not_begun, _nodes, _send = RemoteRequest.not_begun, Roles.nodes, FrontEndServer._send
 #: An attribute that is always false.
 _NEVER = property(lambda self: False, lambda self, value: None)
 
@@ -250,7 +252,7 @@ FRONT_END_BUGS: dict[str, PlantedBug] = {
     ),
     "unannounced": PlantedBug(
         "a front end does not report its requests to the next scheduler",
-        replaced(RemoteRequest, "_announce", _announce_once),
+        replaced(RemoteRequest, "not_begun", _begun_once),
     ),
     "engines-unnumbered": PlantedBug(
         "a front end is not sent again which engines have joined or were lost",
@@ -542,6 +544,17 @@ def _same_name(self: RequestLife, job: Job) -> Any:  # noqa: ANN401
     return attempt.run()
 
 
+def _behind_any(self: GrantRead, cached_blocks: int) -> HitRun | None:
+    return _behind(self, max(cached_blocks, self.cached_blocks))
+
+
+def _called_in_any_session(
+    self: ActiveRequests, request_id: str, assignment: CallAssignment, now_ns: int
+) -> None:
+    present = msgspec.structs.replace(assignment, session=self._session)
+    _add_called(self, request_id, present, now_ns)
+
+
 def _computed_at_once(self: LayerStream, layer: int) -> None:
     """``LayerStream.computed`` that does not wait until the layer in its region has been sent."""
     self._computed.add(layer)
@@ -606,6 +619,7 @@ _NONE = property(lambda self: (), lambda self, value: None)
 _ALWAYS = property(lambda self: True, lambda self, value: None)
 
 _agents_of = Peers.agents_of
+_add_called, _behind = ActiveRequests.add_called, GrantRead.behind
 
 
 def _named_to_prefill_only(self: ControlServer, engine_id: str, peer_id: str) -> None:
@@ -720,6 +734,14 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
         "a request is released at its PE while a forward pass transfers its KV",
         replaced(ActiveRequests, "ask_release", lambda self, release: True),
     ),
+    "call-taken-again": PlantedBug(
+        "a PE serves a call that comes after the release of its request",
+        replaced(TakenNumbers, "take", lambda self, number: True),
+    ),
+    "call-of-any-session": PlantedBug(
+        "a PE serves a call that was assigned in a former session",
+        replaced(ActiveRequests, "add_called", _called_in_any_session),
+    ),
     "rank-unawaited": PlantedBug(
         "a PE reports a prompt's KV as sent when its first rank has sent it and others still send",
         replaced(follower, "end_stream", _over_at_once),
@@ -764,6 +786,10 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     "cached-once-read": PlantedBug(
         "a DE caches blocks as soon as they are read, although the PE may recompute them",
         lambda: mock.patch.object(ReadQueue, "_caches", _ALWAYS, create=True),
+    ),
+    "read-behind-evicted": PlantedBug(
+        "a DE reads what follows its cached blocks although it has evicted some of them",
+        replaced(GrantRead, "behind", _behind_any),
     ),
     "append-over-lost-hit": PlantedBug(
         "a DE computes an append although a part of the hit before it could not be loaded",

@@ -8,16 +8,17 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from dualpath.core.blocks import chain_root
+from dualpath.core.blocks import BlockKey, BlockOrigin, chain_root
 from dualpath.core.cluster import Role, Writer
 from dualpath.core.control import (
     EngineMessage,
     KvInHbm,
     Persist,
     Release,
+    RequestOver,
 )
 from dualpath.core.runs import BlockRun
-from dualpath.core.transfers import DecodeTransfer
+from dualpath.core.transfers import CallAssignment, DecodeTransfer
 from dualpath.engine.buffer.block_buffer import BlockBuffer
 from dualpath.engine.control.peers import Peers
 from dualpath.engine.counters import Counter
@@ -34,10 +35,48 @@ _NS_PER_S = 1_000_000_000
 # The requests of one engine: their load, and their state until their buffer slots are free.
 
 
+#: Numbers above the first one that was not taken which ``TakenNumbers`` stores.
+MOST_TAKEN = 1024
+
+
+class TakenNumbers:
+    """Which of the numbers from 1 on were taken; each is taken once.
+
+    They come nearly in order.  If too many lie above one that does not come, that one counts as
+    taken: so memory is bounded, and no number is ever taken twice.
+    """
+
+    def __init__(self) -> None:
+        #: All numbers up to this one count as taken, and these above it.
+        self._all_up_to = 0
+        self._above: set[int] = set()
+
+    def take(self, number: int) -> bool:
+        """Take a number; False if it counts as taken already."""
+        if number <= self._all_up_to or number in self._above:
+            return False
+        self._above.add(number)
+        if len(self._above) > MOST_TAKEN:
+            self._all_up_to = min(self._above) - 1
+        while self._all_up_to + 1 in self._above:
+            self._all_up_to += 1
+            self._above.discard(self._all_up_to)
+        return True
+
+
 class _Request:
-    def __init__(self, tokens: int, assigned_ns: int) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        assigned_ns: int,
+        keys: Sequence[BlockKey] = (),
+        *,
+        called: bool = False,
+    ) -> None:
         self.tokens = tokens
         self.assigned_ns = assigned_ns
+        self.keys = keys
+        self.called = called
         self.hbm_allocated = self.kv_in_hbm = False
         #: It decodes on after the end of its session, until the end of its HTTP call.
         self.detached = False
@@ -47,6 +86,11 @@ class _Request:
         self.pass_ns = 0
         self.waited_ns = 0
         self.release: Release | None = None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it holds nothing of the buffer and no one has asked for its release."""
+        return self.kv_in_hbm and self.persist_seen and self.release is None
 
 
 class ActiveRequests:
@@ -59,12 +103,43 @@ class ActiveRequests:
     def __init__(self, threads: Threads = OS_THREADS) -> None:
         self._lock = threads.lock()
         self._active: dict[str, _Request] = {}
+        #: The present session, and which of its assignments came with calls, or were released.
+        self._session = ""
+        self._taken = TakenNumbers()
 
-    def add(self, request_id: str, tokens: int, now_ns: int) -> None:
-        """Count a request of ``tokens`` that was assigned to this engine."""
+    def begin_session(self, session: str) -> None:
+        """A session begins: assignments that come with calls are numbered from 1 on."""
+        with self._lock:
+            self._session, self._taken = session, TakenNumbers()
+
+    def add_called(self, request_id: str, assignment: CallAssignment, now_ns: int) -> None:
+        """Count a request that was assigned with its call, unless it is here.
+
+        An assignment of another session, and one that was taken or released before, does not count.
+        """
+        with self._lock:
+            if request_id in self._active or assignment.session != self._session:
+                return
+            if self._taken.take(assignment.number):
+                self._active[request_id] = _Request(assignment.tokens, now_ns, called=True)
+
+    def called(self) -> tuple[str, ...]:
+        """Return the requests that were assigned with their calls."""
+        with self._lock:
+            return tuple(name for name, request in self._active.items() if request.called)
+
+    def add(self, request_id: str, tokens: int, now_ns: int, keys: Sequence[BlockKey] = ()) -> None:
+        """Count a request of ``tokens`` that was assigned to this engine with these keys."""
         with self._lock:
             assert request_id not in self._active, f"request {request_id} is active already"
-            self._active[request_id] = _Request(tokens, now_ns)
+            self._active[request_id] = _Request(tokens, now_ns, keys)
+
+    def to_be_persisted(self, request_id: str) -> Sequence[BlockKey] | None:
+        """Return the keys of a request whose new blocks are not being persisted yet, else None."""
+        with self._lock:
+            request = self._active.get(request_id)
+            persists = request is not None and request.release is None and not request.persist_seen
+            return request.keys if request is not None and persists else None
 
     def end_session(self, reason: str) -> dict[str, bool]:
         """Drop all requests except those in a forward pass, which are released after it.
@@ -76,6 +151,7 @@ class ActiveRequests:
         """
         dropped = {}
         with self._lock:
+            self._session = ""
             for request_id, request in list(self._active.items()):
                 if request.streams:
                     request.release = request.release or Release(request_id, reason)
@@ -86,14 +162,19 @@ class ActiveRequests:
                     del self._active[request_id]
         return dropped
 
-    def ended(self, request_id: str) -> None:
-        """The engine's own request is over; a detached one is dropped."""
+    def ended(self, request_id: str) -> bool:
+        """The engine's own request is over: drop it if nothing of it is left here.
+
+        Return whether it is dropped and the router does not know that yet.
+        """
         with self._lock:
             if (request := self._active.get(request_id)) is None:
-                return
+                return False
             request.ended = True
-            if request.detached:
-                del self._active[request_id]
+            if not (request.detached or request.is_served):
+                return False
+            del self._active[request_id]
+            return not request.detached
 
     @property
     def any_detached(self) -> bool:
@@ -139,6 +220,12 @@ class ActiveRequests:
         request = self._active.get(request_id)
         return request is None or request.release is not None
 
+    def is_persisted(self, request_id: str) -> bool:
+        """Whether the prompt's new blocks are being persisted, or have been."""
+        with self._lock:
+            request = self._active.get(request_id)
+            return request is not None and request.persist_seen
+
     def persist_seen(self, request_id: str) -> bool:
         """Note that the prompt's new blocks are being persisted; False for an unknown request."""
         with self._lock:
@@ -158,11 +245,19 @@ class ActiveRequests:
         with self._lock:
             return sum(r.tokens for r in self._active.values() if not r.hbm_allocated)
 
-    def kv_in_hbm(self, request_id: str) -> None:
-        """Note that the prompt's KV is in HBM."""
+    def kv_in_hbm(self, request_id: str) -> bool:
+        """Note that the prompt's KV is in HBM; return whether the request is dropped with that.
+
+        It is if its tokens, and its end, have come before.
+        """
         with self._lock:
-            if request := self._active.get(request_id):
-                request.kv_in_hbm = True
+            if (request := self._active.get(request_id)) is None:
+                return False
+            request.kv_in_hbm = True
+            if not (request.ended and request.is_served):
+                return False
+            del self._active[request_id]
+            return True
 
     def done_with_buffer(self, request_id: str) -> bool:
         """Whether its slots can be freed: the KV is in HBM and new blocks are being persisted."""
@@ -214,6 +309,8 @@ class ActiveRequests:
     def ask_release(self, release: Release) -> bool:
         """Note the release of a request; False if it has to wait for a forward pass."""
         with self._lock:
+            if release.assignment:
+                self._taken.take(release.assignment)
             request = self._active.get(release.request_id)
             if request is None:
                 return True
@@ -225,8 +322,8 @@ class ActiveRequests:
 # A prompt's KV in the DE's buffer: it is written to storage and copied to HBM.
 #
 # Slots of a request at the decode engine are freed when three conditions hold: the KV was copied to
-# HBM (or the router released the request), the router's ``Persist`` has arrived, so that no new
-# block is lost, and the slots are not pinned.
+# HBM (or the router released the request), the order to persist has arrived, with the request's
+# transfer or as ``Persist``, so that no new block is lost, and the slots are not pinned.
 
 
 class ServedPrompts:
@@ -253,7 +350,12 @@ class ServedPrompts:
         self._moves_bytes = moves_bytes
 
     def persist(self, message: Persist) -> None:
-        """Write a prompt's new blocks to storage; drop them if the request is no longer here."""
+        """Write a prompt's new blocks to storage; drop them if the request is no longer here.
+
+        Does nothing if they are being written already.
+        """
+        if self._active.is_persisted(message.request_id):
+            return
         blocks = BlockRun(message.first_block, len(message.keys))
         held = self._buffer.slots_of(message.request_id)
         slots = held[blocks.first : blocks.end]
@@ -273,6 +375,18 @@ class ServedPrompts:
             WriteTask(message.request_id, step, message.keys, sources, over, message.origin)
         )
         self._free_if_served(message.request_id)
+
+    def _persist_with(self, transfer: DecodeTransfer) -> None:
+        """Write the new blocks of a prompt whose KV is complete, as its transfer orders."""
+        request_id, first = transfer.request_id, transfer.persist_from
+        if first is None or (keys := self._active.to_be_persisted(request_id)) is None:
+            return
+        if self._moves_bytes:
+            keys = keys[: len(self._buffer.slots_of(request_id))]
+        parent = keys[first - 1] if first else chain_root()
+        origin = BlockOrigin(parent, transfer.tenant)
+        new, hits = tuple(keys[first:]), tuple(keys[:first])
+        self.persist(Persist(request_id, first, new, origin, hits))
 
     def _cache(self, message: Persist, held: Sequence[int]) -> None:
         """Cache the full blocks of a prompt, to which no transfer writes any more.
@@ -296,6 +410,7 @@ class ServedPrompts:
         """See ``TrafficManager.fill_hbm``."""
         request_id, slots = decode_transfer.request_id, decode_transfer.slots
         self._active.hbm_allocated(request_id)
+        self._persist_with(decode_transfer)
         start_ns = self._trace.now_ns()
         if not self._moves_bytes:
             self._kv_in_hbm(request_id, 0.0)
@@ -321,9 +436,17 @@ class ServedPrompts:
             self._rank.copier.into_hbm(request_id, decode_steps(prompt), hbm_blocks, copied)
 
     def _kv_in_hbm(self, request_id: str, h2d_s: float) -> None:
-        self._active.kv_in_hbm(request_id)
+        is_over = self._active.kv_in_hbm(request_id)
         self._send(KvInHbm(request_id=request_id, h2d_s=h2d_s))
-        self._free_if_served(request_id)
+        if is_over:
+            self.over(request_id)
+        else:
+            self._free_if_served(request_id)
+
+    def over(self, request_id: str) -> None:
+        """A request that was dropped from the active ones holds nothing any more."""
+        self._buffer.release(request_id)
+        self._send(RequestOver(request_id))
 
     def _free_if_served(self, request_id: str) -> None:
         if self._active.done_with_buffer(request_id):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
 import zmq
 
 from dualpath.core.addresses import tcp_address, tcp_endpoint
@@ -21,12 +22,14 @@ from dualpath.core.control import (
     EngineMessage,
     Envelope,
     FromEngine,
+    KvInHbm,
     LookupDone,
     Message,
     Refused,
     Register,
     Registered,
     Report,
+    RequestOver,
     RouterMessage,
     Synced,
     decode_router_message,
@@ -233,8 +236,9 @@ class ZmqRouterConnection:
 # Methods get the time and return envelopes to send; ``engine.link`` adds a socket and a thread.  It
 # executes the state machine ``core.sessions.ENGINE_TABLE``.
 
-#: Minimum interval between reports after changes of the load.
-REPORT_GAP_S = 0.01
+#: Minimum interval between reports after changes of the load: the router knows what it has assigned
+#: since, so that a load of this age misleads no decision.
+REPORT_GAP_S = 0.05
 _NEVER = float("-inf")
 
 M = TypeVar("M", bound=Message)
@@ -246,7 +250,8 @@ class RouterSession(Generic[M, R]):
 
     ``register`` returns a ``Register`` message with the given registration number, None while the
     engine cannot serve.  ``report`` returns the current load, ``handle`` executes a command,
-    ``end`` drops the state of a session that is over, for the given reason.
+    ``end`` drops the state of a session that is over, for the given reason.  A report may be lost,
+    unless ``is_numbered``.
     """
 
     def __init__(
@@ -255,8 +260,10 @@ class RouterSession(Generic[M, R]):
         report: Callable[[], M],
         handle: Callable[[R], None],
         end: Callable[[str], None],
+        is_numbered: Callable[[M], bool] = lambda report: False,
     ) -> None:
         self._register_message = register
+        self._is_numbered = is_numbered
         self._report = report
         self._handle = handle
         self._end = end
@@ -321,7 +328,10 @@ class RouterSession(Generic[M, R]):
             return []
         self.load_changed = False
         self._reported_s = now_s
-        return [self._channel.send_lossy(self._report())]
+        report = self._report()
+        if self._is_numbered(report):
+            return [self._channel.send(report, now_s)]
+        return [self._channel.send_lossy(report)]
 
     def receive(self, envelope: Envelope[R], now_s: float) -> Sequence[Envelope[M]]:
         """Process an envelope of the router; return envelopes to send at once."""
@@ -398,6 +408,13 @@ class RouterSession(Generic[M, R]):
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
+#: Events of one report, of a thousand requests that end at once.
+MOST_EVENTS = 1024
+
+
+def has_events(report: EngineMessage) -> bool:
+    """Whether a report has events, and so must not be lost."""
+    return isinstance(report, Report) and bool(report.events)
 
 
 class ControlLink:
@@ -421,9 +438,12 @@ class ControlLink:
     ) -> None:
         self._connection = connection
         self._threads = threads
+        self._report = report
+        self._end = end
         self._session: RouterSession[EngineMessage, RouterMessage] = RouterSession(
-            register, report, handle, end
+            register, self._report_events, handle, self._end_session, has_events
         )
+        self._events: deque[KvInHbm | RequestOver] = deque()
         self._tick = tick
         self._failed = failed
         self._outgoing: deque[EngineMessage] = deque()
@@ -437,8 +457,14 @@ class ControlLink:
         self._thread = self._threads.start("control-link", self._run)
 
     def send(self, message: EngineMessage) -> None:
-        """Queue a message; unless it only answers a query, report the load as well."""
-        self._outgoing.append(message)
+        """Queue a message; unless it only answers a query, report the load as well.
+
+        Events are sent with that report.
+        """
+        if isinstance(message, KvInHbm | RequestOver):
+            self._events.append(message)
+        else:
+            self._outgoing.append(message)
         if isinstance(message, LookupDone | Synced):
             self._wake()
         else:
@@ -501,6 +527,18 @@ class ControlLink:
             self._receive(frame)
         self._send_queued()  # Answers to what was received.
         self._tick(self._threads.now_ns())
+
+    def _report_events(self) -> Report:
+        report = self._report()
+        events: list[KvInHbm | RequestOver] = []
+        while self._events and len(events) < MOST_EVENTS:
+            events.append(self._events.popleft())
+        self._session.load_changed = bool(self._events)
+        return msgspec.structs.replace(report, events=tuple(events))
+
+    def _end_session(self, reason: str) -> None:
+        self._events.clear()
+        self._end(reason)
 
     def _send_queued(self) -> None:
         while self._outgoing:

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 #: Time for the last report to be sent before a process ends itself.
 _LAST_REPORT_NS = 200_000_000
+#: Minimum interval between reports with counters, which are for metrics only.
+_COUNTERS_GAP_NS = 500_000_000
 #: A draining engine without requests waits so many heartbeats for a router that sends nothing.  The
 #: router may have ended at the same time, and container runtimes kill a process 10 s after SIGTERM.
 #: A router that lives gets a ``Deregister`` as from any engine that leaves.
@@ -100,6 +102,7 @@ class Membership:
         self._draining: str | None = None
         self._drained: Callable[[], None] | None = None
         self._empty = False
+        self._counters_due_ns = 0
         self._maintenance: MaintenanceThread | None = None
         storage = surroundings.open_storage(settings, namespace)
         tree = surroundings.open_tree(settings)
@@ -151,7 +154,7 @@ class Membership:
             lambda registration: self._register(api_url, registration, dp),
             self._report,
             self._handle,
-            self.manager.end_session,
+            self._end_session,
             tick,
             self._failed,
             self._surroundings.threads,
@@ -244,10 +247,18 @@ class Membership:
 
     def _report(self) -> Report:
         report = msgspec.structs.replace(self.manager.report(), draining=self._draining)
-        if self._maintenance is None:
-            return report
-        counters = report.counters | self._maintenance.totals()
-        return msgspec.structs.replace(report, counters=counters, storage=self._maintenance.use())
+        maintenance, now_ns = self._maintenance, self._surroundings.threads.now_ns()
+        counters = report.counters | (maintenance.totals() if maintenance is not None else {})
+        if now_ns < self._counters_due_ns:
+            counters = {}
+        else:
+            self._counters_due_ns = now_ns + _COUNTERS_GAP_NS
+        storage = maintenance.use() if maintenance is not None else None
+        return msgspec.structs.replace(report, counters=counters, storage=storage)
+
+    def _end_session(self, reason: str) -> None:
+        self._counters_due_ns = 0
+        self.manager.end_session(reason)
 
     def _handle(self, message: RouterMessage) -> None:
         if isinstance(message, Drained):

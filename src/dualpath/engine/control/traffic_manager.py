@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dualpath.core.blocks import BlockGeometry
+from dualpath.core.blocks import BlockGeometry, BlockKey
 from dualpath.core.cluster import EngineAddress, HostProcess, Role
 from dualpath.core.control import (
     Assign,
     ConfirmedDead,
     EngineMessage,
     Failed,
+    GrantRead,
     LivenessProbe,
     Load,
     Lookup,
@@ -32,6 +33,7 @@ from dualpath.core.control import (
     Release,
     Released,
     Report,
+    ReservationWaits,
     Reserved,
     Retain,
     RouterMessage,
@@ -39,7 +41,8 @@ from dualpath.core.control import (
     Synced,
 )
 from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathError
-from dualpath.core.transfers import DecodeTransfer
+from dualpath.core.runs import HitRun
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.block_events import BlockEvents, Medium
 from dualpath.engine.buffer.block_buffer import BlockBuffer, Grant
 from dualpath.engine.buffer.dram_tier import DramTier, Retention
@@ -72,6 +75,14 @@ from dualpath.transport.contract import Transport
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
+
+
+class _GrantRead:
+    """A read that begins when the slots of an assignment with these ``keys`` are granted."""
+
+    def __init__(self, read: GrantRead, keys: Sequence[BlockKey]) -> None:
+        self.read, self.keys = read, keys
+        self.announced = read.announced
 
 
 class TrafficManager:
@@ -126,6 +137,9 @@ class TrafficManager:
         self.block_events = BlockEvents(threads)
         slots = settings.buffer_slots(geometry)
         self.buffer = BlockBuffer(geometry, slots, self._granted, threads, rank.memory.buffer)
+        #: Assignments with a read that waits for their slots, and whether the router knows that.
+        self._grant_reads: dict[str, _GrantRead] = {}
+        self._grant_lock = threads.lock()
         self._tier = DramTier(self.buffer, counters, send, node_dram, self.block_events)
         self._reader = ReadQueue(
             storage,
@@ -135,13 +149,13 @@ class TrafficManager:
             send,
             settings.parallel_reads,
             rank.health,
-            # A PE may recompute blocks that a DE has read: a DE caches them only at ``Persist``.
+            # A PE may recompute blocks that a DE has read: a DE caches them when it persists.
             caches=settings.role is Role.PREFILL,
             share=share,
         )
         self._retention = Retention(self.buffer, self._reader.fetch, self._reader.cancel_fetch)
         self._teardown = SessionTeardown(
-            settings.role, self.active, self.buffer, rank.peers, self._reader.cancel
+            settings.role, self.active, self.buffer, rank.peers, self._cancel_reads
         )
         staging = settings.staging_blocks
         self.staging = BlockBuffer(
@@ -217,6 +231,7 @@ class TrafficManager:
             counters=self.counters.snapshot() | self._tier.totals() | self.attention.totals(),
             unhealthy=self.health(),
             steps=self._rank.health.steps,
+            called=self.active.called(),
         )
 
     @property
@@ -288,13 +303,14 @@ class TrafficManager:
                 self._retention.apply(message, self.trace.now_ns())
 
     def _begin_session(self, message: Registered) -> None:
+        self.active.begin_session(message.session)
         self._tier.begin_session(caching=message.enable_caching)
         self.peers.session_begins(self.trace.now_ns())
         for request_id in self._teardown.settled_since():
             self._send(Released(request_id=request_id))
 
     def _assign(self, message: Assign) -> None:
-        """Count a request and queue its reservation of slots; ``Reserved`` follows.
+        """Count a request and queue its reservation of slots; ``_granted`` follows.
 
         Raises ``BadRequestError`` if an earlier request of this id is still here,
         ``BufferTooSmallError`` for more slots than the buffer has.
@@ -304,23 +320,68 @@ class TrafficManager:
                 f"request {message.request_id}: an earlier request of this name has not left the "
                 "engine; send it under another id"
             )
-        self.active.add(message.request_id, message.tokens, self.trace.now_ns())
+        self.active.add(message.request_id, message.tokens, self.trace.now_ns(), message.keys)
         if message.reserve_blocks == 0:
             return
+        request_id, shared = message.request_id, message.keys[: message.shared_blocks]
+        if (read := message.read) is not None:
+            end = read.first_slot + read.run.blocks.count
+            if end > min(message.reserve_blocks, len(message.keys)):
+                self.active.drop(request_id)
+                raise BadRequestError(
+                    f"request {request_id}: {end} blocks are to be read and "
+                    f"{message.reserve_blocks} to be reserved, with {len(message.keys)} keys; send "
+                    "it through the router"
+                )
+            with self._grant_lock:
+                self._grant_reads[request_id] = _GrantRead(read, message.keys)
         try:
-            self.buffer.request(message.request_id, message.reserve_blocks, message.keys)
+            self.buffer.request(request_id, message.reserve_blocks, shared)
         except BufferTooSmallError:
-            self.active.drop(message.request_id)
+            self.active.drop(request_id)
+            self._cancel_reads(request_id)
             raise
+        with self._grant_lock:
+            if (waiting := self._grant_reads.get(request_id)) is not None:
+                waiting.announced = True
+                self._send(ReservationWaits(request_id))
 
     def _granted(self, grant: Grant) -> None:
+        with self._grant_lock:
+            begun = self._grant_reads.pop(grant.request_id, None)
         assigned_ns = self.active.assigned_ns(grant.request_id)
         if assigned_ns is None:  # released while waiting
             self.buffer.release(grant.request_id)
             return
         wait_s = (self.trace.now_ns() - assigned_ns) / _NS_PER_S
         self._tier.granted(grant)
-        self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.cached))
+        run = None if begun is None else begun.read.behind(grant.cached)
+        if begun is None or run is None or begun.announced:
+            self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.cached))
+        if begun is not None and run is not None:
+            self._read_granted(grant, begun, run, wait_s)
+
+    def _read_granted(self, grant: Grant, begun: "_GrantRead", run: HitRun, wait_s: float) -> None:
+        """Begin the read of an assignment whose slots are granted; ``ReadDone`` follows."""
+        read = begun.read
+        first = read.first_slot + run.blocks.first - read.run.blocks.first
+        end = first + run.blocks.count
+        self._reader.add(
+            ReadTask(
+                grant.request_id,
+                run_reads(self.geometry, run.with_slots(grant.slots[first:end])),
+                begun.keys[first:end],
+                self.trace.now_ns(),
+                read.deadline_s,
+                begun.keys[first - 1] if first else read.parent,
+                (grant, wait_s),
+            )
+        )
+
+    def _cancel_reads(self, request_id: str) -> None:
+        with self._grant_lock:
+            self._grant_reads.pop(request_id, None)
+        self._reader.cancel(request_id)
 
     def _read(self, message: Read) -> None:
         """Queue the storage reads of a run of blocks; ``ReadDone`` follows."""
@@ -338,14 +399,17 @@ class TrafficManager:
 
     def _release(self, message: Release) -> None:
         """Release a request that is in no forward pass; ``Released`` follows."""
-        self._reader.cancel(message.request_id)
+        self._free(message)
+        self._send(Released(request_id=message.request_id))
+
+    def _free(self, message: Release) -> None:
+        self._cancel_reads(message.request_id)
         self.active.drop(message.request_id)
         if message.writer_certain:
             self.buffer.end_quarantine(message.request_id)
         else:
             self.buffer.quarantine(message.request_id)
         self.buffer.release(message.request_id)
-        self._send(Released(request_id=message.request_id))
 
     def end_session(self, reason: str) -> None:
         """Drop the requests that do not decode yet, as the router does (``assigned_requests``).
@@ -377,15 +441,40 @@ class TrafficManager:
 
     # ------------------------------------------------------------------ work from the engine
 
+    def take_call(self, transfer: PrefillTransfer) -> bool:
+        """Take the assignment that a request's call brings, if it does; return whether it is here.
+
+        A request that was released, of which the session is over or the prefill has been reported
+        is not here: its slots may have other owners.
+        """
+        if transfer.assignment is not None:
+            now_ns = self.trace.now_ns()
+            self.active.add_called(transfer.request_id, transfer.assignment, now_ns)
+        return self.active.is_active(transfer.request_id)
+
     def sent(self, request_id: str, failure: str | None) -> PrefillDone:
-        """Return the message that ends a prefill, with the times of its forward passes."""
+        """Return the message that ends a prefill, with the times of its forward passes.
+
+        Without a failure the request is released here, as the router expects after this message:
+        its last transfer is over.
+        """
         pass_ns, waited_ns = self.active.pass_times_ns(request_id)
-        return PrefillDone(
+        done = PrefillDone(
             request_id=request_id,
             failure=failure,
             forward_s=pass_ns / _NS_PER_S,
             transfer_s=waited_ns / _NS_PER_S,
         )
+        if failure is None:
+            release = Release(request_id=request_id, reason="prefill done")
+            if self.active.ask_release(release):
+                self._free(release)
+        return done
+
+    def ended(self, request_id: str) -> None:
+        """A DE's own request has ended, finished or not; the router is notified if it is over."""
+        if self.active.ended(request_id):
+            self._prompts.over(request_id)
 
     def fill_hbm(
         self,

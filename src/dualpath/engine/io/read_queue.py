@@ -20,7 +20,7 @@ from dualpath.core.blocks import BlockKey, chain_root
 from dualpath.core.cluster import Role
 from dualpath.core.control import ReadDone
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.engine.buffer.block_buffer import NO_REQUEST, BlockBuffer, with_parents
+from dualpath.engine.buffer.block_buffer import NO_REQUEST, BlockBuffer, Grant, with_parents
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.io.persister import WriteShare
 from dualpath.engine.threads import Health, TimeLimit
@@ -41,7 +41,8 @@ class ReadTask:
     """The reads of a run of one request, with the keys of its blocks.
 
     Changed only under the queue's lock.  The first ``good_blocks`` are read and verified; the
-    outcomes of later blocks are in ``ahead``.
+    outcomes of later blocks are in ``ahead``.  ``granted`` is the grant with which it began, with
+    the seconds that the reservation had waited, if no ``Reserved`` was sent.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class ReadTask:
         received_ns: int,
         deadline_s: float,
         parent: BlockKey = b"",
+        granted: tuple[Grant, float] | None = None,
     ) -> None:
+        self.granted = granted
         self.request_id = request_id
         self.reads = reads
         self.slots = tuple(slot for step in reads for slot in step.slots)
@@ -339,6 +342,10 @@ class ReadQueue:
 
     def _finish(self, task: ReadTask, now_ns: int, reason: str | None) -> None:
         started_ns = task.started_ns if task.started_ns is not None else now_ns
+        cached_blocks, wait_s = 0, 0.0
+        if task.granted is not None:
+            grant, wait_s = task.granted
+            cached_blocks = grant.cached
         self._answer(
             ReadDone(
                 request_id=task.request_id,
@@ -348,5 +355,7 @@ class ReadQueue:
                 queue_s=(started_ns - task.received_ns) / _NS_PER_S,
                 read_s=(now_ns - started_ns) / _NS_PER_S,
                 slots=self._buffer.slots_of(task.request_id),
+                wait_s=wait_s,
+                cached_blocks=cached_blocks,
             )
         )

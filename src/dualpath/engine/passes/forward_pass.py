@@ -135,7 +135,7 @@ class ForwardPass(StreamedPass):
     def _checked_chunk(self, part: PrefillChunk) -> PrefillChunk:
         manager, transfer = self._manager, part.transfer
         request_id = transfer.request_id
-        if not manager.active.is_active(request_id):
+        if not manager.take_call(transfer):
             raise TransportError(f"request {request_id}: {RELEASED}")
         if part.chunk.first < transfer.shared_blocks:
             raise TransportError(

@@ -360,12 +360,17 @@ class RouterMetrics:
         """Count an engine that did not leave on purpose."""
         self._engine_losses.labels(role.value).inc()
 
+    def kv_in_hbm(self, h2d_s: float) -> None:
+        """A DE has reported its copy of a prompt's KV to HBM."""
+        self._stages[Stage.H2D].observe(h2d_s)
+
     def finished(self, record: RequestRecord) -> None:
         """Count a finished request, its stages and its times to tokens."""
         self._requests.labels(record.outcome).inc()
         self._generated.inc(record.generated_tokens)
         for stage in record.stages:
-            self._stages[stage.stage].observe(stage.end_s - stage.start_s)
+            if stage.stage is not Stage.H2D:  # The DE's report may come after the last token.
+                self._stages[stage.stage].observe(stage.end_s - stage.start_s)
         for histogram, seconds in (
             (self._ttft, record.ttft_s),
             (self._ttst, record.ttst_s),

@@ -31,6 +31,7 @@ from dualpath.router.observe.tracing import RequestTrace
 from dualpath.router.requests.admission import Ticket
 from dualpath.router.requests.call_watch import OpenCall
 from dualpath.router.scheduling import (
+    FINISHED,
     Arrived,
     AttemptEvent,
     AttemptOrder,
@@ -165,8 +166,7 @@ class Attempt:
         self._broken = scheduled.broken
         reason = "cancelled"
         try:
-            await run_until_broken(self._life(scheduled), scheduled.broken)
-            reason = "finished"
+            reason = await run_until_broken(self._life(scheduled), scheduled.broken)
         except Exception as error:
             reason = f"failed: {error}"
             raise
@@ -179,17 +179,20 @@ class Attempt:
             self._broken.set_exception(error)
             self._broken.exception()  # Marks it as seen: the attempt may have ended already.
 
-    async def _life(self, scheduled: ScheduledAttempt) -> None:
+    async def _life(self, scheduled: ScheduledAttempt) -> str:
+        """Return the reason of the end."""
         prepared = await scheduled.prepare()  # 2 to 4: look-up, PE, DE and read side, slots, reads
         if prepared.prefill is None:  # The DE computes what is no hit.
             self._account(await scheduled.prefilled())
             await self._decode(scheduled, prepared.decode, ())
-            return
+            return FINISHED
         # 5: layer by layer, KV to the DE buffer
         first = await self._prefill(scheduled, prepared.prefill)
-        if not self._stream_first(first):  # 6: the PE's token
-            prior_tokens = first.token_ids if self._job.first_token_from_pe else ()
-            await self._decode(scheduled, prepared.decode, prior_tokens)  # 6: H2D at the DE, decode
+        if self._stream_first(first):  # 6: the PE's token
+            return "finished with the first token"
+        prior_tokens = first.token_ids if self._job.first_token_from_pe else ()
+        await self._decode(scheduled, prepared.decode, prior_tokens)  # 6: H2D at the DE, decode
+        return FINISHED
 
     def notify(self, event: AttemptEvent) -> None:
         """Take an event of the attempt from the scheduler."""
@@ -283,7 +286,6 @@ class Attempt:
             )
         finally:
             self._record.add(Stage.DECODE, self._decode_start_s, engine.engine_id)
-        await scheduled.decoded()
 
     async def _stream(
         self,
@@ -297,8 +299,8 @@ class Attempt:
                 call.heard()
                 _check_not_aborted(engine, event)
                 if self._decoding_s is None:
-                    self._decoding_s = self._front_end.clock()
                     scheduled.decoding_started()
+                    self._decodes(engine)
                 self._emit(event)
                 if event.finish_reason is not None:
                     return
@@ -309,13 +311,18 @@ class Attempt:
             f"engine {engine.engine_id} ended its stream without a finish reason; see its log"
         )
 
+    def _decodes(self, engine: EngineInfo) -> None:
+        """The DE has sent its first token: it has had the prompt's KV in its HBM."""
+        assert self._decode_start_s is not None
+        self._decoding_s = self._front_end.clock()
+        self._record.add(Stage.HANDOVER, self._decode_start_s, engine.engine_id, self._decoding_s)
+
     def _kv_in_hbm(self, arrived: Arrived) -> None:
         if self._decode_start_s is not None:
-            where = self.engines[-1].engine_id
-            # Tokens travel on another connection: they may come first, even all of them.
+            # The report comes late, and tokens travel on another connection.
             end_s = self._front_end.clock() if self._decoding_s is None else self._decoding_s
-            self._record.add(Stage.HANDOVER, self._decode_start_s, where, end_s)
-            self._record.add(Stage.H2D, end_s - arrived.h2d_s, where, end_s)
+            start_s = max(end_s - arrived.h2d_s, self._decode_start_s)
+            self._record.add(Stage.H2D, start_s, self.engines[-1].engine_id, end_s)
 
     def _count_placed(self) -> None:
         if not self.placed:

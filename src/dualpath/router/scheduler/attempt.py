@@ -33,7 +33,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -47,6 +47,7 @@ from dualpath.core.blocks import (
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Assign,
+    GrantRead,
     KvInHbm,
     Lookup,
     LookupDone,
@@ -54,13 +55,14 @@ from dualpath.core.control import (
     PrefillDone,
     Read,
     ReadDone,
+    ReservationWaits,
     Reserved,
     Sync,
 )
 from dualpath.core.errors import EngineLostError, HitLostError, TransportError
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
+from dualpath.core.transfers import CallAssignment, DecodeTransfer, PrefillTransfer
 from dualpath.policy.events import Assignment, SlotsGranted
 from dualpath.router.engines import EngineInfo
 from dualpath.router.hit_account import (
@@ -85,6 +87,7 @@ from dualpath.router.scheduler.hits import (
     to_read_whole,
 )
 from dualpath.router.scheduling import (
+    FINISHED,
     Arrived,
     AttemptListener,
     AttemptOrder,
@@ -130,11 +133,17 @@ class EngineAttempt(AttemptChannel):
         self._listener = listener
         self._use_cached = order.use_cached and scheduler.settings.dram_tier
         self._stages = Stages(scheduler.clock, self._staged, order.number)
-        self._placed = self._arrived = False
+        self._placed = False
+        #: The KV that the DE needs is complete in its buffer, and in its HBM.
+        self._complete = self._arrived = False
+        #: It has ended at the DE, which has released it.
+        self._over = False
         #: The DE computes the append: there is no PE.
         self._appends = False
         #: Engines that count the request.
         self._assigned: set[str] = set()
+        #: The PE's assignment, if its call brings it.
+        self._call_assignment: CallAssignment | None = None
         #: Blocks at the head of the prompt: those stored; the hits at the engines of the
         #: assignment, stored or not; the hits that are to be loaded.
         self._stored_blocks = self._found_blocks = self._wanted_blocks = 0
@@ -166,6 +175,7 @@ class EngineAttempt(AttemptChannel):
             hit_key_tail=tail,
             prompt_digest=order.prompt_digest,
             hits=tuple(run.with_slots(()) for run in side_of(self._loaded.hits, Role.DECODE)),
+            persist_from=self._first_unstored_block(),
         )
 
     # ------------------------------------------------------------------ ScheduledAttempt
@@ -193,22 +203,21 @@ class EngineAttempt(AttemptChannel):
             de_slots=loaded.de_slots,
             shared_blocks=loaded.shared_blocks,
             prompt_digest=self._order.prompt_digest,
+            assignment=self._call_assignment,
         )
         return Prepared(self.decode_transfer, prefill)
 
     async def prefilled(self) -> Prefilled:
-        """Wait until the KV has arrived; release the PE, have the prompt's new blocks stored."""
+        """Wait until the KV has arrived."""
         if self._appends:
-            # The DE stores the blocks of the append as those of generated tokens.
-            self._persist(self._order.keys[: self._loaded.hit_blocks])
+            self._buffer_complete()
             return Prefilled(self._account(), 0.0, 0.0)
         done = await self._kv_arrived()
         engine_id = self._prefill_engine.engine_id
         self.engines.discard(engine_id)
-        self._assigned.discard(engine_id)
-        self._scheduler.releases.release(engine_id, self.attempt_id, "prefill done")
+        self._assigned.discard(engine_id)  # It has released the request with ``PrefillDone``.
         self._scheduler.dispatch.prefill_done(self.attempt_id, engine_id)
-        self._persist(self._order.keys)
+        self._buffer_complete()
         account = self._account()
         if self._order.prefill_engine or self._order.decode_engine:
             # Engines that are front ends have no metrics of requests.
@@ -229,13 +238,6 @@ class EngineAttempt(AttemptChannel):
         if self._appends:
             self._scheduler.dispatch.prompt_computed(self.attempt_id, self._decode_engine.engine_id)
 
-    async def decoded(self) -> None:
-        """Wait for ``KvInHbm``, which tokens may overtake, even all of them."""
-        if not self._arrived:
-            # Only the record waits: the client has its tokens, whatever happens to the DE.
-            self.engines.discard(self._decode_engine.engine_id)
-            await self._synced(self._decode_engine)
-
     def close(self, reason: str) -> None:
         """Release everything."""
         scheduler = self._scheduler
@@ -244,11 +246,27 @@ class EngineAttempt(AttemptChannel):
         scheduler.exchange.close(self.attempt_id)
         if self._placed:
             decode = self._decode_engine.engine_id
+            number = 0 if self._call_assignment is None else self._call_assignment.number
             for prefill in self._assigned - {decode}:
-                scheduler.releases.release(prefill, self.attempt_id, reason)
+                scheduler.releases.release(prefill, self.attempt_id, reason, number)
             if decode in self._assigned:
-                scheduler.releases.release_when_safe(decode, self.attempt_id, reason)
+                self._release_at_decode(decode, reason)
         scheduler.dispatch.ended(self.attempt_id)
+
+    def _release_at_decode(self, engine_id: str, reason: str) -> None:
+        releases, whole = self._scheduler.releases, self._complete and not self.broken.done()
+        if whole and self._over:
+            return
+
+        def release() -> None:
+            if whole and not self._arrived:
+                self._persist()  # The DE may not have got the transfer, which orders it as well.
+            releases.release_when_safe(engine_id, self.attempt_id, reason)
+
+        if whole and reason == FINISHED:
+            releases.await_over(engine_id, self.attempt_id, release)
+        else:
+            release()
 
     # ------------------------------------------------------------------ 2: look-up
 
@@ -335,7 +353,7 @@ class EngineAttempt(AttemptChannel):
         """Let both engines count the request, reserve slots, read what is not in DRAM."""
         scheduler = self._scheduler
         if not scheduler.moves_bytes:
-            await self._assign(self._decode_engine)
+            await self._assign(self._decode_engine, self._order.keys)
             await self._assign(self._prefill_engine)
             return Loaded(hit_blocks=self._wanted_blocks, hits=(), de_slots=())
         runs = self._assignment.reads
@@ -346,7 +364,7 @@ class EngineAttempt(AttemptChannel):
         else:
             # A PE that gets no slots in any case need not wait for the DE's slots and reads.
             _, loaded = await gather_or_cancel(
-                self._assign(self._prefill_engine), self._reserve_and_read(runs, pe_idle=True)
+                self._assign_idle_prefill(), self._reserve_and_read(runs, pe_idle=True)
             )
             assert loaded is not None
             de_slots, outcomes = loaded
@@ -386,8 +404,10 @@ class EngineAttempt(AttemptChannel):
         blocks = holding_blocks(self._order.prompt_tokens, self._scheduler.block_tokens)
         if self._appends:
             blocks = hit_run.count
-        granted = await self._reserve(self._decode_engine, blocks, [hit_run])
-        if any(run.cached for run in runs):
+        self._whole_from = self._scheduler.geometry.whole_from(hit_run.count)
+        read = self._read_at_decode(runs, announced=not pe_idle)
+        granted = await self._reserve(self._decode_engine, blocks, [hit_run], read)
+        if granted.read is None and any(run.cached for run in runs):
             runs = self._slots_granted(granted.cached_blocks)
         hit_blocks = _hit_blocks(runs)
         self._whole_from = self._scheduler.geometry.whole_from(hit_blocks)
@@ -399,7 +419,7 @@ class EngineAttempt(AttemptChannel):
             for run in side_of(rest, Role.DECODE)
         ]
         decode_reads = self._read_all(
-            self._decode_engine, [head, *at_decode] if cached else at_decode
+            self._decode_engine, [head, *at_decode] if cached else at_decode, granted.read
         )
         if pe_idle:
             of_decode, of_prefill = await decode_reads, []
@@ -410,6 +430,42 @@ class EngineAttempt(AttemptChannel):
             slots = outcome.slots or slots  # A deadline may have replaced slots.
         outcomes = sorted(of_decode + of_prefill, key=lambda one: one.assigned.blocks.first)
         return slots, outcomes
+
+    def _read_at_decode(self, runs: Sequence[HitRun], *, announced: bool) -> GrantRead | None:
+        """Return the DE's read if it can begin when the DE grants slots, None if it cannot.
+
+        It cannot if it may have to be planned again for other reasons than what the DE caches, or
+        if it is no single run.
+        """
+        own = [run for run in side_of(runs, Role.DECODE) if not run.cached]
+        if len(own) != 1 or any(run.cached and run.side is Role.PREFILL for run in runs):
+            return None
+        cached = max((run.blocks.end for run in runs if run.cached), default=0)
+        return self._grant_read(self._decode_engine, own[0], 0, cached, announced=announced)
+
+    def _grant_read(
+        self,
+        engine: EngineInfo,
+        run: HitRun,
+        first: int,
+        cached_blocks: int = 0,
+        *,
+        announced: bool = False,
+    ) -> GrantRead | None:
+        """Return the read of a run whose slots are those of the blocks from ``first`` on.
+
+        None if the engine cannot read all of it.
+        """
+        if run.blocks.end > self._readable_blocks(engine):
+            return None
+        return GrantRead(
+            run.with_slots(()).whole_behind(self._whole_from),
+            run.blocks.first - first,
+            self._scheduler.settings.read_deadline_s,
+            cached_blocks,
+            self._order.keys[first - 1] if first else chain_root(),
+            announced,
+        )
 
     def _slots_granted(self, cached_blocks: int) -> tuple[HitRun, ...]:
         """Return the planned reads now that the DE has reported what its buffer caches.
@@ -447,16 +503,33 @@ class EngineAttempt(AttemptChannel):
         fitting, cut = split_at(runs, most)
         short = [RunRead(run, run.head(0), (), "buffer-too-small") for run in cut]
         if not fitting:
-            await self._assign(engine)
+            await self._assign_idle_prefill()
             return short
         count = sum(run.blocks.count for run in fitting)
-        granted = await self._reserve(engine, count, [run.blocks for run in fitting])
+        first, read = fitting[0].blocks.first, None
+        if fitting[-1].blocks.end - first == count:
+            read = self._grant_read(engine, HitRun(Role.PREFILL, BlockRun(first, count)), first)
+        granted = await self._reserve(engine, count, [run.blocks for run in fitting], read)
         placed = in_slots(fitting, granted.slots, granted.cached_blocks)
-        return await self._read_all(engine, placed) + short
+        return await self._read_all(engine, placed, granted.read) + short
 
-    async def _read_all(self, engine: EngineInfo, runs: Sequence[HitRun]) -> list[RunRead]:
-        """Return the outcomes of runs in an engine's slots, which are read one after the other."""
-        return [RunRead(run, run) if run.cached else await self._read(engine, run) for run in runs]
+    async def _read_all(
+        self, engine: EngineInfo, runs: Sequence[HitRun], begun: "_BegunRead | None"
+    ) -> list[RunRead]:
+        """Return the outcomes of runs in an engine's slots, which are read one after the other.
+
+        ``begun`` is the read of the only one that is not cached, if it has begun with the grant.
+        """
+        outcomes = []
+        for run in runs:
+            if run.cached:
+                outcomes.append(RunRead(run, run))
+            elif begun is not None:
+                behind = run.whole_behind(self._whole_from)
+                outcomes.append(await self._outcome(engine, run, behind, begun))
+            else:
+                outcomes.append(await self._read(engine, run))
+        return outcomes
 
     async def _read_windows(self, loaded: Loaded) -> Loaded:
         """Read the window layers of a hit that ended early, or end it with its cached blocks."""
@@ -486,36 +559,51 @@ class EngineAttempt(AttemptChannel):
             return RunRead(assigned, run, (), GONE)
         run, first = run.whole_behind(self._whole_from), run.blocks.first
         keys = self._order.keys[first : run.blocks.end]
-        start_s = scheduler.clock()
-        with self._stages.stage(Stage.READ, engine.engine_id):
-            self.check()
-            answer = self.expect(ReadDone, engine.engine_id)
-            scheduler.dispatch.reading(self.attempt_id, engine.engine_id)
-            scheduler.send(
-                engine.engine_id,
-                Read(
-                    request_id=self.attempt_id,
-                    run=run,
-                    keys=keys,
-                    deadline_s=settings.read_deadline_s,
-                    parent=self._order.keys[first - 1] if first else chain_root(),
-                ),
-            )
-            limit_s = settings.read_deadline_s + settings.read_margin_s
+        self.check()
+        answer = self.expect(ReadDone, engine.engine_id)
+        self._reading(engine)
+        scheduler.send(
+            engine.engine_id,
+            Read(
+                request_id=self.attempt_id,
+                run=run,
+                keys=keys,
+                deadline_s=settings.read_deadline_s,
+                parent=self._order.keys[first - 1] if first else chain_root(),
+            ),
+        )
+        return await self._outcome(engine, assigned, run, _BegunRead(scheduler.clock(), answer))
+
+    def _reading(self, engine: EngineInfo) -> None:
+        """An engine is sent a read."""
+        self._scheduler.dispatch.reading(self.attempt_id, engine.engine_id)
+
+    async def _outcome(
+        self, engine: EngineInfo, assigned: HitRun, run: HitRun, begun: "_BegunRead"
+    ) -> RunRead:
+        """Wait for the outcome of a read; errors as in ``_read``."""
+        start_s, engine_id = begun.start_s, engine.engine_id
+        limit_s = self._read_limit_s()
+        try:
             done = await self._within(
-                limit_s,
+                max(limit_s - (self._scheduler.clock() - start_s), 0.0),
                 engine,
-                answer,
-                f"engine {engine.engine_id} has not answered a read of {len(keys)} blocks within "
+                begun.answer,
+                f"engine {engine_id} has not answered a read of {run.blocks.count} blocks within "
                 f"{limit_s:g} s; check its storage",
             )
+        finally:
+            self._stages.add(Stage.READ, start_s, engine_id)
         read_s = start_s + done.queue_s
-        self._stages.add(Stage.READ_QUEUE, start_s, engine.engine_id, read_s)
-        self._stages.add(Stage.STORAGE_READ, read_s, engine.engine_id, read_s + done.read_s)
+        self._stages.add(Stage.READ_QUEUE, start_s, engine_id, read_s)
+        self._stages.add(Stage.STORAGE_READ, read_s, engine_id, read_s + done.read_s)
         good = run.head(done.good_blocks)
         all_good = good.blocks == run.blocks
         reason = GONE if all_good else done.reason or "buffer-too-small"
         return RunRead(assigned, good, done.slots, reason)
+
+    def _read_limit_s(self) -> float:
+        return self._scheduler.settings.read_deadline_s + self._scheduler.settings.read_margin_s
 
     def _readable_blocks(self, engine: EngineInfo) -> int:
         """Return how many blocks at the head of the prompt an engine can read."""
@@ -524,33 +612,84 @@ class EngineAttempt(AttemptChannel):
         return max(self._stored_blocks, shared)
 
     async def _reserve(
-        self, engine: EngineInfo, count: int, blocks: Sequence[BlockRun]
-    ) -> Reserved:
+        self,
+        engine: EngineInfo,
+        count: int,
+        blocks: Sequence[BlockRun],
+        read: GrantRead | None = None,
+    ) -> "_GrantedSlots":
         """Let an engine count the request and grant buffer slots; return them, in block order.
 
         ``blocks`` will be stored in the slots, from the first slot on: the engine reports how many
-        of them it caches.
+        of them it caches.  ``read`` begins with the grant.  The slots of a read that has begun are
+        known with its end, unless it is ``announced`` or had to wait for slots.
         """
         mode = self._scheduler.registry.mode
-        cached = self._use_cached and mode is not None and serves(engine.role, mode)
-        keys = [key for run in blocks for key in self._order.keys[run.first : run.end]]
-        with self._stages.stage(Stage.BUFFER_WAIT, engine.engine_id):
-            granted = self.expect(Reserved, engine.engine_id)
-            self._send_assign(engine, count, tuple(keys) if cached else ())
-            return await granted
+        use_cached = self._use_cached and mode is not None and serves(engine.role, mode)
+        keys = tuple(key for run in blocks for key in self._order.keys[run.first : run.end])
+        start_s, engine_id = self._scheduler.clock(), engine.engine_id
+        reserved, done = self.expect(Reserved, engine_id), self.expect(ReadDone, engine_id)
+        waits = self.expect(ReservationWaits, engine_id)
+        if read is not None:
+            self._reading(engine)
+        shared_blocks = len(keys) if use_cached else 0
+        if engine.role is Role.DECODE:
+            keys = self._order.keys
+        assign = Assign(self.attempt_id, 0, count, keys, shared_blocks, read)
+        self._send_assign(engine, assign)
+        if read is None:
+            with self._stages.stage(Stage.BUFFER_WAIT, engine_id):
+                granted = await reserved
+            return _GrantedSlots(granted.slots, granted.cached_blocks, None)
+        limit_s = self._read_limit_s()
+        await self._within(
+            limit_s,
+            engine,
+            _first_of(waits, reserved, done),
+            f"engine {engine_id} has neither read {read.run.blocks.count} blocks nor reported that "
+            f"its buffer is full within {limit_s:g} s; check its storage",
+        )
+        if not reserved.done() and not done.done():
+            self._scheduler.dispatch.reading(self.attempt_id, engine_id, begins=False)
+            with self._stages.stage(Stage.BUFFER_WAIT, engine_id):
+                await reserved
+            self._reading(engine)
+            start_s = self._scheduler.clock()
+        if reserved.done():
+            granted = reserved.result()
+            slots, cached_blocks, wait_s = granted.slots, granted.cached_blocks, granted.wait_s
+        else:
+            at_once = done.result()
+            slots, cached_blocks, wait_s = at_once.slots, at_once.cached_blocks, at_once.wait_s
+            self._stages.add(Stage.BUFFER_WAIT, start_s, engine_id, start_s + wait_s)
+        begins = read.behind(cached_blocks) is not None
+        return _GrantedSlots(slots, cached_blocks, _BegunRead(start_s, done) if begins else None)
 
-    async def _assign(self, engine: EngineInfo) -> None:
+    async def _assign_idle_prefill(self) -> None:
+        """Let a PE that reads nothing count the request, with its call if that is possible.
+
+        The call may overtake control messages, so the PE has to know its session and the DE.
+        """
+        prefill, decode = self._prefill_engine.engine_id, self._decode_engine.engine_id
+        server, tokens = self._scheduler.server, self._assignment.at(Role.PREFILL).tokens
+        if not server.knows_peer(prefill, decode):
+            await self._assign(self._prefill_engine)
+            return
+        self.check()
+        self._assigned.add(prefill)
+        self._call_assignment = server.call_assignment(prefill, tokens)
+
+    async def _assign(self, engine: EngineInfo, keys: tuple[BlockKey, ...] = ()) -> None:
         """Let an engine count the request, which holds no slot in its buffer.
 
         Returns when the engine has taken the message: the vLLM request travels on another
         connection and must not overtake its ``Assign``.
         """
-        self._send_assign(engine, 0)
+        self._send_assign(engine, Assign(self.attempt_id, 0, 0, keys))
         await self._synced(engine)
 
-    def _send_assign(
-        self, engine: EngineInfo, reserve_blocks: int, keys: tuple[BlockKey, ...] = ()
-    ) -> None:
+    def _send_assign(self, engine: EngineInfo, assign: Assign) -> None:
+        """Send an assignment with the tokens that count at an engine of this role."""
         self.check()
         scheduler, tokens = self._scheduler, self._assignment.at(engine.role).tokens
         self._assigned.add(engine.engine_id)
@@ -559,7 +698,7 @@ class EngineAttempt(AttemptChannel):
             peer = self._decode_engine if prefill else self._prefill_engine
             scheduler.server.name_peer(engine.engine_id, peer.engine_id)
         number = scheduler.server.send_numbered(
-            engine.engine_id, Assign(self.attempt_id, tokens, reserve_blocks, keys)
+            engine.engine_id, msgspec.structs.replace(assign, tokens=tokens)
         )
         if number is not None:
             scheduler.dispatch.assign_sent(engine.engine_id, self.attempt_id, number)
@@ -615,18 +754,27 @@ class EngineAttempt(AttemptChannel):
             most_blocks=self._limit_blocks(),
         )
 
-    def _persist(self, in_buffer: tuple[BlockKey, ...]) -> None:
-        """Have the DE store those full blocks in its buffer that are not stored.
+    def _buffer_complete(self) -> None:
+        """The prompt's KV, or that of an append's hit, is complete in the DE's buffer.
 
-        ``in_buffer`` are the keys of the prompt's full blocks there.  The message is sent without
-        any as well: the DE releases the buffer when it knows that nothing more is to be stored.
+        With its call the DE is ordered to store its new blocks; at once if a second leg makes it,
+        which may come late or never.
         """
         self.check()
-        keys, engine_id = self._order.keys, self._decode_engine.engine_id
-        first = self._first_unstored_block()
+        self._complete = True
+        keys, first = self._order.keys, self._first_unstored_block()
+        self._scheduler.writers.note(keys[first:] or keys[-1:], self._decode_engine.engine_id)
+        if self._order.handover:
+            self._persist()
+
+    def _persist(self) -> None:
+        """Have the DE store those full blocks in its buffer that are not stored."""
+        keys, first = self._order.keys, self._first_unstored_block()
+        # The DE stores the blocks of an append as those of generated tokens.
+        in_buffer = keys[: self._loaded.hit_blocks] if self._appends else keys
         parent = keys[first - 1] if first else chain_root()
         self._scheduler.send(
-            engine_id,
+            self._decode_engine.engine_id,
             Persist(
                 request_id=self.attempt_id,
                 first_block=first,
@@ -635,7 +783,6 @@ class EngineAttempt(AttemptChannel):
                 hit_keys=in_buffer[:first],
             ),
         )
-        self._scheduler.writers.note(keys[first:] or keys[-1:], engine_id)
 
     def _first_unstored_block(self) -> int:
         """Return the first block of the prompt that the DE writes; it holds all that follow.
@@ -654,6 +801,10 @@ class EngineAttempt(AttemptChannel):
         self._scheduler.releases.writer_done(self.attempt_id)
         self._arrived = True
         self._listener.notify(Arrived(arrived.h2d_s))
+
+    def over_at_decode(self) -> None:
+        """The request has ended at the DE, which has released it."""
+        self._over = True
 
     def _staged(self, stage: StageTime) -> None:
         self._listener.notify(Staged(stage))
@@ -690,6 +841,25 @@ class EngineAttempt(AttemptChannel):
         except TimeoutError:
             self._scheduler.suspects.suspect(engine, otherwise)
             raise EngineLostError(otherwise) from None
+
+
+class _BegunRead(NamedTuple):
+    """A read that an engine was sent at ``start_s``, and its answer."""
+
+    start_s: float
+    answer: "asyncio.Future[ReadDone]"
+
+
+class _GrantedSlots(NamedTuple):
+    """Slots at an engine, of which the first hold cached blocks, and the read that has begun."""
+
+    slots: tuple[int, ...]
+    cached_blocks: int
+    read: _BegunRead | None
+
+
+async def _first_of(*futures: "asyncio.Future[Any]") -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _hit_blocks(runs: Sequence[HitRun]) -> int:

@@ -22,6 +22,7 @@ from dualpath.core.control import LivenessProbe, PeerDown, RouterMessage
 from dualpath.core.errors import EngineRefusedError, IncompatibleError
 from dualpath.core.names import in_one_line
 from dualpath.core.sessions import HEARTBEAT_S, Action, Event, heartbeat_s
+from dualpath.core.transfers import CallAssignment
 from dualpath.node.cluster_secret import ClusterSecret
 from dualpath.node.host_process import THIS_MACHINE, has_exited
 from dualpath.router.engines import EngineInfo
@@ -150,18 +151,19 @@ class NamedPeers:
         self._registry = registry
         #: By process: the engines that it was named to, until it is known to be dead.
         self._knowing: dict[tuple[str, str], set[str]] = {}
-        #: By engine: the processes that were named to it in its present session.
-        self._named: dict[str, set[tuple[str, str]]] = {}
+        #: By engine: the processes that were named to it in its present session, and the number of
+        #: the message.
+        self._named: dict[str, dict[tuple[str, str], int]] = {}
 
-    def is_new(self, engine_id: str, process: Writer) -> bool:
-        """Note that a process is named to an engine; return whether this is the first time."""
-        named = self._named.setdefault(engine_id, set())
-        if process.id in named:
-            return False
-        named.add(process.id)
+    def number(self, engine_id: str, process: Writer) -> int | None:
+        """Return the number of the message that named a process to an engine, None if none has."""
+        return self._named.get(engine_id, {}).get(process.id)
+
+    def named(self, engine_id: str, process: Writer, number: int) -> None:
+        """Note that a process was named to an engine by the message of this number."""
+        self._named.setdefault(engine_id, {})[process.id] = number
         self._knowing.setdefault(process.id, set()).add(engine_id)
         self._bound(process.id)
-        return True
 
     def session_ends(self, info: EngineInfo, *, certain: bool) -> None:
         """An engine's session has ended: everything is named again in its next one.
@@ -176,7 +178,7 @@ class NamedPeers:
         """Return the engines to notify of a loss; the process is named again if it comes back."""
         knowing = self._knowing.get(process.id, set())
         for engine_id in knowing:
-            self._named.get(engine_id, set()).discard(process.id)
+            self._named.get(engine_id, {}).pop(process.id, None)
         if certain:
             self._knowing.pop(process.id, None)
         return knowing
@@ -354,12 +356,33 @@ class ControlServer:
         peer, engine = self._registry.get(peer_id), self._registry.get(engine_id)
         if peer is None or engine is None or not engine.has_session:
             return
-        if self._named.is_new(engine_id, peer.info.writer):
+        if self._named.number(engine_id, peer.info.writer) is None:
             address = peer.address
             if engine.info.role is Role.DECODE:
                 agents = tuple(AgentAddress(one.agent, b"", ()) for one in address.agents)
                 address = msgspec.structs.replace(address, agents=agents)
-            self.send(engine_id, control.PeerUp(address))
+            number = self.send_numbered(engine_id, control.PeerUp(address))
+            assert number is not None, "an engine with a session is sent everything"
+            self._named.named(engine_id, peer.info.writer, number)
+
+    def knows_peer(self, engine_id: str, peer_id: str) -> bool:
+        """Whether an engine is known to have received which process a peer is.
+
+        Then a call with an assignment may reach it: its session has begun as well.
+        """
+        peer, engine = self._registry.get(peer_id), self._registry.get(engine_id)
+        if peer is None or engine is None or not engine.has_session:
+            return False
+        number = self._named.number(engine_id, peer.info.writer)
+        return number is not None and engine.talk.has_received(number)
+
+    def call_assignment(self, engine_id: str, tokens: int) -> CallAssignment:
+        """Return an assignment for an engine with a session, to be sent with a call."""
+        engine = self._registry.get(engine_id)
+        assert engine is not None
+        assert engine.has_session, f"engine {engine_id} has no session"
+        engine.call_assignments += 1
+        return CallAssignment(engine.talk.session, engine.call_assignments, tokens)
 
     def declare_lost(self, engine_id: str, reason: str, certain: bool) -> None:
         """End an engine's session, if it has one."""
@@ -475,6 +498,8 @@ class ControlServer:
             self.declare_dead(message.writer)
             return
         if isinstance(message, control.Report):
+            for event in message.events:
+                self._listener.on_message(engine.info, event, received)
             if engine.report is not None and message.report_seq < engine.report.report_seq:
                 return  # A later report has overtaken it on another connection.
             if message.unhealthy is not None:
@@ -517,7 +542,8 @@ class ControlServer:
         return actions
 
     def _send_registered(self, engine: EngineState) -> None:
-        registered = control.Registered(engine.registration, self._keep_blocks)
+        session = engine.talk.session
+        registered = control.Registered(engine.registration, self._keep_blocks, session)
         self._post(engine, engine.talk.send_lossy(registered))
 
     def _join(self, info: EngineInfo) -> None:

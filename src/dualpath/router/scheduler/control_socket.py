@@ -512,7 +512,7 @@ def _ignore_failed_handshake(endpoint: str) -> None:
 
 
 #: Delay of an acknowledgement if there is no other message to send.
-ACKNOWLEDGE_S = 0.1
+ACKNOWLEDGE_S = 0.25
 #: Checks for silent peers per time-out.
 CHECKS_PER_TIMEOUT = 10
 

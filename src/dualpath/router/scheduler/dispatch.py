@@ -7,7 +7,8 @@ every event; fetches that can place nothing are left out.
 
 *What a report counts.*  A request is sent to its engines after it was assigned to them: to its PE
 only after its DE has granted buffer space.  A report counts a request if its envelope acknowledges
-the ``Assign``, which has a number in the engine's session like every message.
+the ``Assign``, which has a number in the engine's session like every message, or if it names the
+request, of which the call has brought the assignment.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ class Share:
     """An assignment at one of its engines: what it is charged there, and its progress.
 
     ``assign_number`` is that of its ``Assign`` in the engine's session, None before it is sent;
-    ``reading`` whether the engine was sent its reads.
+    ``reading`` whether the engine counts its reads.
     """
 
     def __init__(self, charge: Charge) -> None:
@@ -79,15 +80,17 @@ class EngineAssignments:
             return
         self.open[request_id] = Share(charge)
 
-    def event(self, load: Load, received: int) -> EngineReport:
+    def event(self, load: Load, received: int, called: Collection[str] = ()) -> EngineReport:
         """Return the event of a report; its envelope acknowledges messages up to ``received``.
 
-        Requests without an ``Assign`` among these messages are uncounted.  Reads of counted
+        Requests without an ``Assign`` among these messages are uncounted, unless their assignment
+        came with their call and the report names them (``called``).  Reads of counted
         requests that wait for buffer space are added: the engine cannot know them.
         """
         uncounted, to_be_read = [], 0
         for request_id, share in self.open.items():
-            if share.assign_number is None or share.assign_number > received:
+            number = share.assign_number
+            if (number is None or number > received) and request_id not in called:
                 uncounted.append(request_id)
                 continue
             if not share.reading:
@@ -215,12 +218,14 @@ class Dispatch:
             self._apply(EnginePaused(engine_id) if paused else EngineResumed(engine_id))
             self._fetch_all()
 
-    def report(self, engine_id: str, load: Load, received: int) -> None:
+    def report(
+        self, engine_id: str, load: Load, received: int, called: Collection[str] = ()
+    ) -> None:
         """An engine that has received the messages up to this number reported; all groups fetch."""
         if (assigned := self._engines.get(engine_id)) is None:
             return
         try:
-            self._apply(assigned.event(load, received))
+            self._apply(assigned.event(load, received, called))
         except IncompatibleError as error:
             logger.warning("report ignored: %s", error)
         self._fetch_changed(engine_id)
@@ -261,10 +266,10 @@ class Dispatch:
         logger.debug("planned again %s", new)
         return new
 
-    def reading(self, request_id: str, engine_id: str) -> None:
-        """An engine is about to be sent the reads of a request."""
+    def reading(self, request_id: str, engine_id: str, *, begins: bool = True) -> None:
+        """An engine is about to count the reads of a request, or they wait for its slots."""
         if (share := self._share(request_id, engine_id)) is not None:
-            share.reading = True
+            share.reading = begins
 
     def reads_done(self, request_id: str) -> None:
         """All storage reads of a request are done."""

@@ -8,7 +8,13 @@ from dualpath.core import control
 from dualpath.core import control as request_messages
 from dualpath.core.errors import BadRequestError, EngineLostError
 
-Answer = request_messages.Reserved | request_messages.ReadDone | request_messages.PrefillDone
+Answer = (
+    request_messages.ReservationWaits
+    | request_messages.Reserved
+    | request_messages.ReadDone
+    | request_messages.PrefillDone
+)
+AttemptNote = request_messages.KvInHbm | request_messages.RequestOver | request_messages.Failed
 CallAnswer = control.LookupDone | control.Synced
 T = TypeVar("T")
 
@@ -29,6 +35,9 @@ class AttemptChannel:
 
     def kv_in_hbm(self, arrived: request_messages.KvInHbm) -> None:
         """The DE has the prompt's KV in its HBM."""
+
+    def over_at_decode(self) -> None:
+        """The request has ended at the DE, which has released it."""
 
     def check(self) -> None:
         """Raise ``EngineLostError`` if the attempt is broken.
@@ -51,6 +60,8 @@ class AttemptChannel:
             self.break_off(f"engine {engine_id} could not serve it: {message.reason}")
         elif isinstance(message, request_messages.KvInHbm):
             self.kv_in_hbm(message)
+        elif isinstance(message, request_messages.RequestOver):
+            self.over_at_decode()
         elif isinstance(message, Answer):
             future = self._expected.pop((type(message), engine_id), None)
             if future is not None and not future.done():
@@ -119,7 +130,7 @@ class Exchange:
             asked, future = self._calls.get(message.call_id, ("", None))
             if future is not None and asked == engine_id and not future.done():
                 future.set_result(message)
-        elif isinstance(message, Answer | request_messages.KvInHbm | request_messages.Failed):
+        elif isinstance(message, Answer | AttemptNote):
             channel = self._channels.get(message.request_id)
             if channel is not None:
                 channel.deliver(engine_id, message)

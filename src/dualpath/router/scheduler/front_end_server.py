@@ -44,7 +44,7 @@ from dualpath.router.scheduler.control_socket import (
     SessionLoops,
 )
 from dualpath.router.scheduler.link_messages import Frames, frames_of
-from dualpath.router.scheduling import AttemptEvent, HandedOver, Placed
+from dualpath.router.scheduling import Arrived, AttemptEvent, HandedOver, Placed, RequestOrder
 from dualpath.router.served_adapters import changed
 
 if TYPE_CHECKING:
@@ -54,38 +54,74 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class _Listener:
-    """Sends an attempt's placement at once, other events with the answer to its next call."""
+#: How long a placement, or the arrival of KV, waits for an answer that takes it along.
+EVENTS_WAIT_S = 0.1
 
-    def __init__(
-        self, attempt_id: str, placed: set[str], send: Callable[[m.SchedulerMessage], None]
-    ) -> None:
-        self._attempt_id = attempt_id
-        self._placed = placed
+
+class _Events:
+    """Events of one front end's attempts, which the next answer to it takes along.
+
+    Without an answer within ``EVENTS_WAIT_S`` they are sent by themselves, but for those that only
+    the record of a request needs.
+    """
+
+    def __init__(self, send: Callable[[m.SchedulerMessage], None]) -> None:
         self._send = send
-        self._events: list[m.LinkEvent] = []
+        self._events: dict[str, list[m.LinkEvent]] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
-    def notify(self, event: AttemptEvent) -> None:
-        if not isinstance(event, Placed):
-            self._events.append(event)
-            return
-        prefill = None if event.prefill is None else event.prefill.writer.id
-        self._events.append(m.PlacedOn(prefill, event.decode.writer.id))
-        self._placed.add(self._attempt_id)
-        self.flush()
+    def add(self, attempt_id: str, event: m.LinkEvent) -> None:
+        self._events.setdefault(attempt_id, []).append(event)
+        if isinstance(event, m.PlacedOn | Arrived) and self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(EVENTS_WAIT_S, self.flush)
 
-    def move(self, placed: set[str], send: Callable[[m.SchedulerMessage], None]) -> None:
-        """Send to another front end from now on, which needs none of the earlier events."""
-        self._placed, self._send, self._events = placed, send, []
+    def take(self) -> m.EventsByAttempt:
+        """Return the events that were not sent; the caller sends them."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        taken = {attempt_id: tuple(events) for attempt_id, events in self._events.items()}
+        self._events.clear()
+        return taken
 
     def flush(self) -> None:
         if events := self.take():
-            self._send(m.AttemptEvents(self._attempt_id, events))
+            self._send(m.AttemptEvents(events))
 
-    def take(self) -> tuple[m.LinkEvent, ...]:
-        """Return the events that were not sent; the caller sends them."""
-        events, self._events = tuple(self._events), []
-        return events
+    def discard(self, attempt_id: str) -> None:
+        """Remove the events of an attempt."""
+        self._events.pop(attempt_id, None)
+
+
+class _Listener:
+    """The listener of an attempt whose front end is at the other end of ``events``."""
+
+    def __init__(self, attempt_id: str, placed: set[str], events: _Events) -> None:
+        self._attempt_id = attempt_id
+        self._placed = placed
+        self._events = events
+        self._over = False
+
+    def notify(self, event: AttemptEvent) -> None:
+        if self._over:
+            return
+        if isinstance(event, Placed):
+            prefill = None if event.prefill is None else event.prefill.writer.id
+            self._placed.add(self._attempt_id)
+            self._events.add(self._attempt_id, m.PlacedOn(prefill, event.decode.writer.id))
+        else:
+            self._events.add(self._attempt_id, event)
+
+    def move(self, placed: set[str], events: _Events) -> None:
+        """Send to another front end from now on, which needs none of the earlier events."""
+        self._events.discard(self._attempt_id)
+        self._placed, self._events = placed, events
+
+    def end(self) -> None:
+        """The attempt is closed: send no more events, also not of the stages that end now."""
+        self._over = True
+        self._events.discard(self._attempt_id)
 
 
 class OfferedAttempt:
@@ -100,7 +136,7 @@ class OfferedAttempt:
     ) -> None:
         self.request_id, self.request = request_id, request
         self.attempt, self.listener = attempt, listener
-        listener.move(set(), lambda message: None)
+        listener.move(set(), _Events(lambda message: None))
 
     @property
     def attempt_id(self) -> str:
@@ -136,6 +172,7 @@ class FrontEndSession:
         self._send = send
         self._requests: dict[str, ArrivedRequest] = {}
         self._keys: dict[str, tuple[bytes, ...]] = {}
+        self._events = _Events(send)
         self._listeners: dict[str, _Listener] = {}
         self._attempts: dict[str, EngineAttempt] = {}
         self._placed: set[str] = set()
@@ -149,20 +186,22 @@ class FrontEndSession:
         """Handle one message; they come in order, each once."""
         match message:
             case m.BeginRequest():
-                name = message.order.request_id
-                self._requests[name] = self._scheduler.begin(message.order)
-                self._keys[name] = message.order.keys
+                self._begin_request(message.order)
             case m.BeginAttempt():
                 self._begin_attempt(message)
+                name = message.order.attempt_id
+                self._answer(message.call_id, lambda: self._attempt(name).prepare(), name)
             case m.AttemptCall():
                 self._answer(message.call_id, lambda: self._call(message), message.attempt_id)
             case m.DecodingStarted() if message.attempt_id in self._attempts:
                 self._attempts[message.attempt_id].decoding_started()
             case m.EndAttempt():
                 self._close(message.attempt_id, message.reason)
-            case m.EndRequest() if message.request_id in self._requests:
-                self._keys.pop(message.request_id)
-                self._requests.pop(message.request_id).end(message.answered)
+            case m.EndRequest():
+                self._close(message.attempt_id, message.reason)
+                if (request := self._requests.pop(message.request_id, None)) is not None:
+                    self._keys.pop(message.request_id)
+                    request.end(message.answered)
             case m.SuspectEngine():
                 for engine in self._named([(message.engine_id, message.epoch)]):
                     self._scheduler.suspect(engine, message.why, call_failed=message.call_failed)
@@ -199,6 +238,7 @@ class FrontEndSession:
             request.end()
         self._requests.clear()
         self._keys.clear()
+        self._events.take()
         held = len(self._attempts) + len(self._placed) + len(self._listeners) + self.prompt_tokens
         assert held == 0, "a closed session holds no attempt"
 
@@ -206,7 +246,13 @@ class FrontEndSession:
         found = ((self._scheduler.registry.live(name), epoch) for name, epoch in names)
         return [info for info, epoch in found if info is not None and info.epoch == epoch]
 
+    def _begin_request(self, order: RequestOrder) -> None:
+        self._requests[order.request_id] = self._scheduler.begin(order)
+        self._keys[order.request_id] = order.keys
+
     def _begin_attempt(self, message: m.BeginAttempt) -> None:
+        if message.request is not None:
+            self._begin_request(message.request)
         name, request = message.order.attempt_id, self._requests.get(message.request_id)
         if request is None:
             return
@@ -226,7 +272,7 @@ class FrontEndSession:
         order = message.order
         if not order.keys:
             order = msgspec.structs.replace(order, keys=self._keys[message.request_id])
-        listener = _Listener(name, self._placed, self._send)
+        listener = _Listener(name, self._placed, self._events)
         try:
             attempt = request.attempt(order, listener)
         except BadRequestError as error:
@@ -271,26 +317,29 @@ class FrontEndSession:
         self._requests[offered.request_id] = offered.request
         self._keys[offered.request_id] = ()
         self._placed.add(name)
-        offered.listener.move(self._placed, self._send)
+        offered.listener.move(self._placed, self._events)
         self._own(name, attempt, offered.listener)
         return handed
 
     def _broken(self, name: str, attempt: "EngineAttempt", broken: "asyncio.Future[None]") -> None:
         if self._attempts.get(name) is attempt and not broken.cancelled():
-            self._flush(name)
+            self._events.flush()
             self._send(m.AttemptBroken(name, str(broken.exception())))
 
-    async def _call(self, call: m.AttemptCall) -> object:
-        if (refused := self._refused.get(call.attempt_id)) is not None:
+    def _attempt(self, attempt_id: str) -> "EngineAttempt":
+        """Return an attempt; raises the error with which it was refused, or ended."""
+        if (refused := self._refused.get(attempt_id)) is not None:
             raise refused
-        attempt = self._attempts.get(call.attempt_id)
+        attempt = self._attempts.get(attempt_id)
         if attempt is None:
-            raise EngineLostError(f"attempt {call.attempt_id} is closed")
+            raise EngineLostError(f"attempt {attempt_id} is closed")
+        return attempt
+
+    async def _call(self, call: m.AttemptCall) -> object:
+        attempt = self._attempt(call.attempt_id)
         steps: dict[m.Step, Callable[[], Awaitable[object]]] = {
-            m.Step.PREPARE: attempt.prepare,
             m.Step.PREFILLED: attempt.prefilled,
             m.Step.PREFILL_ABORTED: attempt.prefill_aborted,
-            m.Step.DECODED: attempt.decoded,
         }
         return await steps[call.step]()
 
@@ -298,7 +347,7 @@ class FrontEndSession:
         self, call_id: int, work: Callable[[], Awaitable[object]], attempt_id: str = ""
     ) -> None:
         # Not the awaitable itself: it would never be awaited if the task is cancelled at once.
-        task = asyncio.create_task(self._run(call_id, work, attempt_id))
+        task = asyncio.create_task(self._run(call_id, work))
         self._tasks.setdefault(attempt_id, set()).add(task)
         task.add_done_callback(lambda done: self._answered(done, attempt_id))
 
@@ -308,9 +357,7 @@ class FrontEndSession:
         if not works:
             del self._tasks[attempt_id]
 
-    async def _run(
-        self, call_id: int, work: Callable[[], Awaitable[object]], attempt_id: str
-    ) -> None:
+    async def _run(self, call_id: int, work: Callable[[], Awaitable[object]]) -> None:
         answer: m.CallResult | m.CallFailed
         try:
             result = await work()
@@ -322,19 +369,13 @@ class FrontEndSession:
             answer = m.failure(call_id, error)
         else:
             answer = m.CallResult(call_id, msgspec.Raw(msgspec.msgpack.encode(result)))
-        if (listener := self._listeners.get(attempt_id)) is not None:
-            events = listener.take()
-            answer = msgspec.structs.replace(answer, attempt_id=attempt_id, events=events)
-        self._send(answer)
-
-    def _flush(self, attempt_id: str) -> None:
-        if (listener := self._listeners.get(attempt_id)) is not None:
-            listener.flush()
+        self._send(msgspec.structs.replace(answer, events=self._events.take()))
 
     def _close(self, attempt_id: str, reason: str) -> None:
         self._refused.pop(attempt_id, None)
         self._placed.discard(attempt_id)
-        self._listeners.pop(attempt_id, None)
+        if (listener := self._listeners.pop(attempt_id, None)) is not None:
+            listener.end()
         self._scheduler.handovers.first_leg_ended(attempt_id)
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is not None:
@@ -631,3 +672,4 @@ class FrontEndServer:
         if session is not None:
             logger.warning("front end %s is lost: %s", front_end.name, reason)
             session.close(reason)
+            front_end.talk.end()

@@ -4,14 +4,19 @@ A frame has one envelope or more, in order: the messages that either end sends i
 its event loop go together.
 
     front end → scheduler   FrontEndRegister Heartbeat BeginRequest BeginAttempt AttemptCall
-                            DecodingStarted EndAttempt EndRequest SuspectEngine AwaitLiveness
-                            HintSession EndsAborted OfferAttempt TakeAttempt WithdrawAttempt, and
-                            core.control's deregistration
+                            DecodingStarted EndAttempt EndRequest SuspectEngine CallWaits
+                            AwaitLiveness HintSession EndsAborted OfferAttempt TakeAttempt
+                            WithdrawAttempt, and core.control's deregistration
     scheduler → front end   EnginesUpdate EnginesChanged UnitLoad AttemptEvents AttemptBroken
                             CallResult CallFailed, and core.control's answers to a registration
 
 Sessions are those of engines (``core.sessions``): numbered messages, acknowledged and resent, an
 epoch for each end; nothing is carried from one session to the next unless it is begun again.
+
+A turn without a failure has five messages: ``BeginAttempt`` with its request and ``CallResult``,
+``AttemptCall`` and ``CallResult``, ``EndRequest`` with its attempt.  A request that is not admitted
+at once begins by itself (``BeginRequest``), and an attempt that is followed by another one ends by
+itself (``EndAttempt``).
 """
 
 import asyncio
@@ -63,33 +68,35 @@ class Heartbeat(Message, frozen=True, tag=True):
 
 
 class BeginRequest(Message, frozen=True, tag=True):
-    """A request has arrived."""
+    """A request has arrived, and its first attempt does not begin yet."""
 
     order: RequestOrder
 
 
 class BeginAttempt(Message, frozen=True, tag=True):
-    """An attempt begins; ``AttemptCall`` continues it.
+    """An attempt begins, and is prepared; ``AttemptCall`` continues it.
 
-    The order has no keys if they are those of ``BeginRequest``, as in a first attempt.
-    ``namespace`` is the one that the front end's keys are for, ``adapters`` are the adapters'
-    digests that it knows, by name: for engines of another model, or with other weights of an
-    adapter, the keys would name other KV.
+    Answered with ``CallResult`` or ``CallFailed`` once all hits are in DRAM, unless the attempt is
+    closed before.  ``request`` is its request if the scheduler does not know it in this session.
+    The order has no keys if they are those of the request, as in a first attempt.  ``namespace`` is
+    the one that the front end's keys are for, ``adapters`` are the adapters' digests that it knows,
+    by name: for engines of another model, or with other weights of an adapter, the keys would name
+    other KV.
     """
 
+    call_id: int
     request_id: Name
     order: AttemptOrder
     namespace: StoreNamespace | None
     adapters: dict[str, str]
+    request: RequestOrder | None = None
 
 
 class Step(StrEnum):
-    """Calls of a ``ScheduledAttempt`` that have a result."""
+    """Calls of a ``ScheduledAttempt`` that have a result, after ``prepare``."""
 
-    PREPARE = "prepare"
     PREFILLED = "prefilled"
     PREFILL_ABORTED = "prefill_aborted"
-    DECODED = "decoded"
 
 
 class AttemptCall(Message, frozen=True, tag=True):
@@ -101,23 +108,25 @@ class AttemptCall(Message, frozen=True, tag=True):
 
 
 class DecodingStarted(Message, frozen=True, tag=True):
-    """The DE generates."""
+    """The DE generates: it has computed the append of an attempt without a PE."""
 
     attempt_id: Name
 
 
 class EndAttempt(Message, frozen=True, tag=True):
-    """An attempt is closed."""
+    """An attempt is closed, and its request goes on."""
 
     attempt_id: Name
     reason: str
 
 
 class EndRequest(Message, frozen=True, tag=True):
-    """A request has ended."""
+    """A request has ended, and with it the attempt of this id for this reason, if there is one."""
 
     request_id: Name
     answered: Answered | None = None
+    attempt_id: str = ""
+    reason: str = ""
 
 
 class SuspectEngine(Message, frozen=True, tag=True):
@@ -238,15 +247,14 @@ class PlacedOn(msgspec.Struct, frozen=True, tag=True):
 LinkEvent = PlacedOn | Staged | Recomputed | Arrived
 
 
+#: Events for the listeners of attempts, by attempt.
+EventsByAttempt = dict[Name, tuple[LinkEvent, ...]]
+
+
 class AttemptEvents(Message, frozen=True, tag=True):
-    """Events for an attempt's listener.
+    """Events that no answer to a call (``CallResult``, ``CallFailed``) has taken along in time."""
 
-    Events that only the request's record needs are sent with the next answer to a call of the
-    attempt (``CallResult``, ``CallFailed``), or at its end.
-    """
-
-    attempt_id: Name
-    events: tuple[LinkEvent, ...]
+    events: EventsByAttempt
 
 
 class AttemptBroken(Message, frozen=True, tag=True):
@@ -259,13 +267,12 @@ class AttemptBroken(Message, frozen=True, tag=True):
 class CallResult(Message, frozen=True, tag=True):
     """The result of a call; its type follows from the call.
 
-    ``events`` are those of the attempt that came before the answer.
+    ``events`` are all that came before the answer, of any attempt of the front end.
     """
 
     call_id: int
     result: msgspec.Raw
-    attempt_id: str = ""
-    events: tuple[LinkEvent, ...] = ()
+    events: EventsByAttempt = msgspec.field(default_factory=dict)
 
 
 class CallFailed(Message, frozen=True, tag=True):
@@ -277,8 +284,7 @@ class CallFailed(Message, frozen=True, tag=True):
     call_id: int
     error: str
     text: str
-    attempt_id: str = ""
-    events: tuple[LinkEvent, ...] = ()
+    events: EventsByAttempt = msgspec.field(default_factory=dict)
 
 
 FrontEndMessage = (

@@ -72,6 +72,8 @@ class EngineState:
         self.machine = StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN, lambda: changed(self))
         self.registration = 0
         self.last_session = ""
+        #: Assignments of this session that were to be sent with calls.
+        self.call_assignments = 0
         self.heard_s = self.spoken_s = self.step_s = float("-inf")
         self.left = self.drained = False
         self.group_left_s = float("-inf")
@@ -100,6 +102,7 @@ class EngineState:
     def open(self, session: str, identity: bytes, now_s: float) -> None:
         """Begin a session."""
         self.talk, self.last_session = Channel(session), session
+        self.call_assignments = 0
         self.identity, self.heard_s, self.step_s = identity, now_s, now_s
         self.left = self.drained = False
         self.pauses &= {Pause.ASKED, Pause.WEIGHTS}
@@ -108,6 +111,8 @@ class EngineState:
         """Take a report of this process."""
         if self.report is None or report.steps != self.report.steps:
             self.step_s = now_s
+        if self.report is not None and not report.counters:
+            report = msgspec.structs.replace(report, counters=self.report.counters)
         self.report = report
 
     def registers(self, identity: bytes, now_s: float) -> None:

@@ -3,7 +3,8 @@
 A PE writes KV directly into the DE's buffer.  When a request ends, the DE must not reuse its slots
 before every process that could write to them is known to write no more.  Proof is
 
-* the PE's ``Released``, or its registration in a new session that does not name the request;
+* the PE's ``PrefillDone`` without a failure or its ``Released``, or its registration in a new
+  session that does not name the request;
 * tokens of the DE, or its report that the KV is in HBM: all KV has arrived;
 * the death of the PE's process (``ControlListener.on_dead``).
 
@@ -11,6 +12,9 @@ Until then the DE's ``Release`` waits, and after a time limit, or when the PE is
 into quarantine: everything else of the request is released.  A DE that registers names the slots
 that earlier sessions have left in quarantine, with the writers that it knew, since neither a
 restarted router nor a restarted DE remembers them.
+
+A request that has ended at its DE by itself needs no ``Release``: the DE has copied its KV, and
+reports that it has released it (``RequestOver``).
 """
 
 import asyncio
@@ -24,6 +28,9 @@ from dualpath.core.control import Release, RouterMessage
 from dualpath.router.engines import EngineInfo
 
 logger = logging.getLogger(__name__)
+
+#: How long the report of a DE that a request has ended there may take after its last token.
+OVER_WAIT_S = 1.0
 
 _FORMER = "the slots of a former session are free"
 
@@ -71,6 +78,8 @@ class Releases:
         self._is_dead = is_dead
         self._wait_s = wait_s
         self._slots: dict[str, _Slots] = {}
+        #: Requests that end at their DE: the DE and the timer of its report.
+        self._ending: dict[str, tuple[str, asyncio.TimerHandle]] = {}
         #: Live PEs, each with the attempts that have transfers in flight there.
         self._live: dict[tuple[str, str], set[str]] = {}
 
@@ -115,7 +124,10 @@ class Releases:
             self.writer_done(attempt_id, writer)
 
     def engine_lost(self, writer: Writer) -> None:
-        """A PE is lost and can no longer report its writes."""
+        """A PE is lost and can no longer report its writes; a DE has nothing of any request."""
+        for attempt_id, (engine_id, _) in list(self._ending.items()):
+            if engine_id == writer.engine_id:
+                self.over(engine_id, attempt_id)
         self._live.pop(writer.id, None)
         for attempt_id, slots in self._slots.items():
             if slots.reason is not None and writer.id in slots.writers:
@@ -135,9 +147,30 @@ class Releases:
         for attempt_id in info.quarantined:
             self._adopt(attempt_id, info)
 
-    def release(self, engine_id: str, attempt_id: str, reason: str) -> None:
-        """Release an attempt at an engine if no other process writes to its buffer."""
-        self._send(engine_id, Release(request_id=attempt_id, reason=reason))
+    def release(self, engine_id: str, attempt_id: str, reason: str, assignment: int = 0) -> None:
+        """Release an attempt at an engine if no other process writes to its buffer.
+
+        ``assignment`` is as in ``Release``.
+        """
+        self._send(engine_id, Release(attempt_id, reason, assignment=assignment))
+
+    def await_over(self, engine_id: str, attempt_id: str, release: Callable[[], None]) -> None:
+        """A request has got its last token: its DE reports that it is over, or is to ``release`` it.
+
+        The report comes within ``OVER_WAIT_S``, or the session of the DE ends.
+        """
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(OVER_WAIT_S, self._not_over, attempt_id, release)
+        self._ending[attempt_id] = engine_id, timer
+
+    def over(self, engine_id: str, attempt_id: str) -> None:
+        """A DE has released a request that has ended there."""
+        if self._ending.get(attempt_id, ("",))[0] == engine_id:
+            self._ending.pop(attempt_id)[1].cancel()
+
+    def _not_over(self, attempt_id: str, release: Callable[[], None]) -> None:
+        del self._ending[attempt_id]
+        release()
 
     def release_when_safe(self, engine_id: str, attempt_id: str, reason: str) -> None:
         """Release an attempt at its DE as soon as no PE can write to its slots any more."""

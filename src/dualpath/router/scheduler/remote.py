@@ -190,21 +190,29 @@ class OrphanedAttempts:
 # ------------------------------------------------------------------------ requests and attempts
 
 
+#: How long the begin of a request waits for that of its first attempt, and the end of an attempt
+#: for that of its request, so that one message has both.
+_TOGETHER_S = 0.02
+
+
 class RemoteRequest:
     """The ``ScheduledRequest`` of a front end; sent again in each session during its life."""
 
     def __init__(self, link: "RemoteScheduling", order: RequestOrder) -> None:
+        self.order = order
         self._link = link
-        self._order = order
         self._begun_in = ""
-        self._announce()
+        #: The attempt that is closed and why, until the scheduler is sent it.
+        self._closed: tuple[RemoteAttempt, str] | None = None
+        self._timer = self._later(self._announce)
 
     def attempt(self, order: AttemptOrder, listener: AttemptListener) -> "RemoteAttempt":
-        """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
-        self._announce()
-        attempt = RemoteAttempt(self._link, order, listener)
-        attempt.begin(self._order)
-        return attempt
+        """Return an attempt, which begins with ``prepare``.
+
+        Raises ``BadRequestError`` if another attempt of this front end has its name.
+        """
+        self._send_closed()
+        return RemoteAttempt(self._link, self, order, listener)
 
     async def ends_aborted(self) -> bool:
         """Return whether the request ends with the tokens it has after a failed attempt."""
@@ -212,16 +220,46 @@ class RemoteRequest:
 
     def end(self, answered: Answered | None = None) -> None:
         """The request has ended; idempotent."""
+        self._timer.cancel()
         if answered is not None:
             self._announce()  # A newer scheduler must know the agent's session too.
         if self._begun_in and self._begun_in == self._link.session:
-            self._link.send(m.EndRequest(self._order.request_id, answered))
+            attempt_id, reason = self._take_closed()
+            self._link.send(m.EndRequest(self.order.request_id, answered, attempt_id, reason))
         self._begun_in = ""
 
+    def not_begun(self) -> RequestOrder | None:
+        """Return the request if the scheduler is to be sent it, None if it knows it."""
+        if (session := self._link.session) == self._begun_in:
+            return None
+        self._begun_in = session
+        return self.order
+
+    def closed(self, attempt: "RemoteAttempt", reason: str) -> None:
+        """An attempt is closed: let the scheduler know with the end of the request, or soon."""
+        self._send_closed()
+        self._closed = attempt, reason
+        self._timer.cancel()
+        self._timer = self._later(self._send_closed)
+
     def _announce(self) -> None:
-        if (session := self._link.session) != self._begun_in:
-            self._begun_in = session
-            self._link.send(m.BeginRequest(self._order))
+        if (order := self.not_begun()) is not None:
+            self._link.send(m.BeginRequest(order))
+
+    def _send_closed(self) -> None:
+        attempt_id, reason = self._take_closed()
+        if attempt_id:
+            self._link.send(m.EndAttempt(attempt_id, reason))
+
+    def _take_closed(self) -> tuple[str, str]:
+        """Return name and reason of the closed attempt if this session's scheduler knows it."""
+        closed, self._closed = self._closed, None
+        if closed is None or closed[0].session != self._link.session:
+            return "", ""
+        return closed[0].order.attempt_id, closed[1]
+
+    def _later(self, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(_TOGETHER_S, call)
 
 
 class RemoteAttempt:
@@ -230,6 +268,7 @@ class RemoteAttempt:
     def __init__(
         self,
         link: "RemoteScheduling",
+        request: RemoteRequest,
         order: AttemptOrder,
         listener: AttemptListener,
     ) -> None:
@@ -241,16 +280,24 @@ class RemoteAttempt:
         #: It ended because a block of its hit was evicted, which is no fault of its engines.
         self.hit_lost = False
         self.decode_engine: EngineInfo | None = None
+        #: The session in which its scheduler knows it: no message about it is sent in another one.
+        self.session = link.session
         self._link = link
-        self._session = link.session
+        self._request = request
+        self._begun = self._appends = False
         link.open(self)
 
-    def begin(self, request: RequestOrder) -> None:
-        """Let the scheduler's half begin, as an attempt at this request."""
-        engines, order = self._link.engines, self.order
-        made_for = engines.namespace, engines.adapters.digests()
-        sent = msgspec.structs.replace(order, keys=()) if order.keys == request.keys else order
-        self._link.send(m.BeginAttempt(request.request_id, sent, *made_for))
+    def _begin(self, call_id: int) -> m.BeginAttempt:
+        engines, order, request = self._link.engines, self.order, self._request.order
+        self._begun, self.session = True, self._link.session
+        return m.BeginAttempt(
+            call_id,
+            request.request_id,
+            msgspec.structs.replace(order, keys=()) if order.keys == request.keys else order,
+            engines.namespace,
+            engines.adapters.digests(),
+            self._request.not_begun(),
+        )
 
     def notify(self, event: m.LinkEvent) -> None:
         """Take an event of the attempt from the scheduler."""
@@ -266,7 +313,7 @@ class RemoteAttempt:
                 return
         *prefill, decode = live
         assert decode is not None
-        self.decode_engine = decode
+        self.decode_engine, self._appends = decode, event.prefill is None
         self.listener.notify(Placed(prefill[0] if prefill else None, decode))
 
     def check(self) -> None:
@@ -282,8 +329,9 @@ class RemoteAttempt:
 
     async def prepare(self) -> Prepared:
         """Return the transfers, once all hits are in DRAM."""
+        self.check()
         try:
-            return await self._call(m.Step.PREPARE, Prepared)
+            return await self._link.call(self._begin, Prepared)
         except HitLostError:
             self.hit_lost = True
             raise
@@ -297,20 +345,17 @@ class RemoteAttempt:
         await self._call(m.Step.PREFILL_ABORTED, type(None))
 
     def decoding_started(self) -> None:
-        """The DE generates."""
-        if not self.decoding:
-            self.decoding = True
-            self._send(m.DecodingStarted(self.order.attempt_id))
-
-    async def decoded(self) -> None:
-        """Wait for the DE's earlier reports; not after the session, when no scheduler has them."""
-        if self._session == self._link.session:
-            await self._call(m.Step.DECODED, type(None))
+        """The DE generates: the scheduler needs to know that of an append only."""
+        if self.decoding:
+            return
+        self.decoding = True
+        if self._appends and self.session == self._link.session:
+            self._link.send(m.DecodingStarted(self.order.attempt_id))
 
     def close(self, reason: str) -> None:
         """Release everything; idempotent."""
-        if self._link.close(self):
-            self._send(m.EndAttempt(self.order.attempt_id, reason))
+        if self._link.close(self) and self._begun:
+            self._request.closed(self, reason)
 
     async def offer(self, request_id: str) -> None:
         """Let a prefilled attempt wait for its second leg; it leaves this front end."""
@@ -322,15 +367,10 @@ class RemoteAttempt:
             )
         except asyncio.CancelledError:
             # No second leg has this name: it is in the answer to the first one, which is not sent.
-            if handover == name:
-                self._send(m.WithdrawAttempt(name, "its first leg was cancelled"))
+            if handover == name and self.session == self._link.session:
+                self._link.send(m.WithdrawAttempt(name, "its first leg was cancelled"))
             raise
         self._link.close(self)
-
-    def _send(self, message: m.FrontEndMessage) -> None:
-        """Send in the attempt's own session: no other session knows the attempt."""
-        if self._session == self._link.session:
-            self._link.send(message)
 
     async def _call(self, step: m.Step, result: type[T]) -> T:
         self.check()
@@ -347,15 +387,24 @@ class TakenAttempt(RemoteAttempt):
     def __init__(self, link: "RemoteScheduling", handed: HandedOver) -> None:
         transfer = handed.transfer
         order = AttemptOrder(transfer.request_id, 1, transfer.prompt_tokens, 1, ())
-        super().__init__(link, order, _Unnoted())
+        super().__init__(link, TakenRequest(link, handed.request_id), order, _Unnoted())
         self.transfer = transfer
         self.engine = self.decode_engine = handed.decode
-        self._request_id = handed.request_id
+        self._begun = True
 
     def close(self, reason: str) -> None:
         """Release everything; idempotent."""
         super().close(reason)
-        self._send(m.EndRequest(self._request_id))
+        self._request.end()
+
+
+class TakenRequest(RemoteRequest):
+    """The request of a ``TakenAttempt``, which the scheduler knows in this session."""
+
+    def __init__(self, link: "RemoteScheduling", request_id: str) -> None:
+        super().__init__(link, RequestOrder(request_id, ()))
+        self._timer.cancel()
+        self._begun_in = link.session
 
 
 class _Unnoted:
@@ -620,7 +669,7 @@ class RemoteScheduling:
             case m.UnitLoad():
                 self.load = message
             case m.AttemptEvents():
-                self._notify(message)
+                self._notify(message.events)
             case m.AttemptBroken() if message.attempt_id in self._attempts:
                 self._attempts[message.attempt_id].break_off(EngineLostError(message.reason))
             case m.CallResult() | m.CallFailed():
@@ -631,13 +680,14 @@ class RemoteScheduling:
             self.orphans.update(self.engines.alive())
         self.membership.changed()
 
-    def _notify(self, message: m.AttemptEvents | m.CallResult | m.CallFailed) -> None:
-        if (attempt := self._attempts.get(message.attempt_id)) is not None:
-            for event in message.events:
-                attempt.notify(event)
+    def _notify(self, events: m.EventsByAttempt) -> None:
+        for attempt_id, own in events.items():
+            if (attempt := self._attempts.get(attempt_id)) is not None:
+                for event in own:
+                    attempt.notify(event)
 
     def _answered(self, message: m.CallResult | m.CallFailed) -> None:
-        self._notify(message)
+        self._notify(message.events)
         future = self._calls.get(message.call_id)
         if future is None or future.done():
             return

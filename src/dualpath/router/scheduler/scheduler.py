@@ -15,7 +15,16 @@ from typing import Any, Protocol
 
 from dualpath.core.blocks import BlockGeometry, BlockKey
 from dualpath.core.cluster import HostProcess, Role, Writer
-from dualpath.core.control import CacheUpdate, EngineMessage, Released, Report, RouterMessage
+from dualpath.core.control import (
+    CacheUpdate,
+    EngineMessage,
+    KvInHbm,
+    PrefillDone,
+    Released,
+    Report,
+    RequestOver,
+    RouterMessage,
+)
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.core.session_hints import SessionHints
@@ -457,7 +466,7 @@ class Scheduler:
         """Called by the control server."""
         if isinstance(message, Report):
             self.pauses.reported(info, message)
-            self.dispatch.report(info.engine_id, message.load, received)
+            self.dispatch.report(info.engine_id, message.load, received, message.called)
             self.roles.poll()
             if self.role_policy is not None:
                 self.role_policy.tick(self._role_queue)
@@ -466,6 +475,12 @@ class Scheduler:
         elif isinstance(message, CacheUpdate):
             self.cached.update(info.engine_id, message)
         else:
+            if isinstance(message, PrefillDone) and message.failure is None:
+                self.releases.writer_done(message.request_id, info.writer)
+            elif isinstance(message, RequestOver):
+                self.releases.over(info.engine_id, message.request_id)
+            elif isinstance(message, KvInHbm):
+                self.metrics.kv_in_hbm(message.h2d_s)
             self.exchange.deliver(info.engine_id, message)
 
     # ------------------------------------------------------------------ placement
