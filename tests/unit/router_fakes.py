@@ -117,6 +117,7 @@ class FakeEngine:
         #: By default each process is in a container of its own.
         self.process: HostProcess | None = None
         self.dp: GroupRank | None = None
+        self.unsettled: tuple[str, ...] = ()
         self.quarantined: dict[str, list[int]] = {}
         self.writers: dict[str, cluster.Writer] = {}
 
@@ -181,6 +182,7 @@ class FakeEngine:
             limits=self.limits,
             rates=self.rates,
             registration=registration,
+            unsettled=self.unsettled,
             quarantined=tuple(self.quarantined),
             writers=tuple(self.writers.values()),
             dp=self.dp,

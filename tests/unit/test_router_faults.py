@@ -376,6 +376,22 @@ async def test_a_pe_that_has_not_confirmed_to_know_the_de_is_sent_the_assignment
         await made.settled()
 
 
+async def test_a_pe_that_has_an_earlier_attempt_of_the_name_is_sent_the_assignment_before():
+    """It would refuse it; and its report on the earlier one does not count for this one."""
+    async with cluster() as made:
+        p0 = made.engines["p0"]
+        p0.unsettled = ("a",)
+        made.lose("p0")
+        await p0.saw(control.Registered, lambda m: m.registration == 2)
+        await made.run(job("first", OTHER_PROMPT))
+        await made.run(job("a", PROMPT))
+        assert made.calls.transfers[-1].assignment is None
+        p0.send(control.Released("b"))
+        await made.run(job("b", range(900, 918)))
+        assert made.calls.transfers[-1].assignment is not None
+        await made.settled()
+
+
 async def test_a_call_that_comes_after_its_attempt_has_ended_is_refused():
     async with cluster() as made:
         p0 = made.engines["p0"]

@@ -629,11 +629,19 @@ class SimEngine:
         What a PE writes otherwise may reach slots that have other owners by then.
         """
         manager, active = plane.manager, plane.manager.active
-        free, add_called = manager._free, active.add_called
+        free, add_called, begin = manager._free, active.add_called, active.begin_session
+        #: Names are those of this session: the next router may use a name again.
         released: set[str] = set()
+        former: set[str] = set()
+
+        def begun(session: str) -> None:
+            released.clear()
+            former.clear()
+            former.update(active.unsettled())
+            begin(session)
 
         def noted_free(release: Release) -> None:
-            released.add(release.request_id)
+            (former.discard if release.request_id in former else released.add)(release.request_id)
             free(release)
 
         def checked(request_id: str, assignment: CallAssignment, now_ns: int) -> None:
@@ -648,6 +656,7 @@ class SimEngine:
                 )
 
         manager._free = noted_free  # type: ignore[method-assign, assignment]
+        active.begin_session = begun  # type: ignore[method-assign]
         active.add_called = checked  # type: ignore[method-assign]
 
     def cached_blocks(self) -> Iterator[tuple[BlockKey, bytes]]:

@@ -668,11 +668,15 @@ class EngineAttempt(AttemptChannel):
     async def _assign_idle_prefill(self) -> None:
         """Let a PE that reads nothing count the request, with its call if that is possible.
 
-        The call may overtake control messages, so the PE has to know its session and the DE.
+        The call may overtake control messages, so the PE has to know its session and the DE.  If it
+        still has an attempt of this name, from an earlier router, it refuses an ``Assign``.
         """
         prefill, decode = self._prefill_engine.engine_id, self._decode_engine.engine_id
         server, tokens = self._scheduler.server, self._assignment.at(Role.PREFILL).tokens
-        if not server.knows_peer(prefill, decode):
+        unsettled = self._scheduler.releases.is_unsettled(
+            self._prefill_engine.writer, self.attempt_id
+        )
+        if unsettled or not server.knows_peer(prefill, decode):
             await self._assign(self._prefill_engine)
             return
         self.check()

@@ -100,6 +100,13 @@ class Releases:
         writers = {w.id: w for slots in self._slots.values() for w in slots.writers.values()}
         return [writer for name, writer in writers.items() if name not in self._live]
 
+    def is_unsettled(self, writer: Writer, attempt_id: str) -> bool:
+        """Whether a live PE still has transfers of an earlier attempt of this name in flight.
+
+        Its ``Released`` would be taken for that of the present one.
+        """
+        return attempt_id in self._live.get(writer.id, ())
+
     def writer_started(self, attempt_id: str, writer: Writer, holder: str) -> None:
         """A PE may write into the attempt's slots at ``holder`` from now on."""
         self._slots[attempt_id] = _Slots(holder, [writer])
