@@ -31,7 +31,7 @@ FILES = {
     "sealed": ["sealed"],
     "roles": ["roles"],
     "quota-error": ["quota-error"],
-    "attention-balance": ["attention-balance", "attention-balance-vllm"],
+    "attention-balance": ["attention-balance"],
 }
 #: Pages in the present format: small samples, and a published one.
 PAGES = [*sorted(RECORDED.glob("*.json")), PUBLISHED / "one-machine.json"]
@@ -73,7 +73,11 @@ def test_a_page_can_be_drawn_from_every_published_file(name: str, file: str) -> 
     raw = group.raw_data(experiment, recorded)
     page = experiment.page(raw, recorded.name, recorded.command)
     assert markdown.page(page.report())
-    assert group.redrawn(experiment, recorded) == recorded
+    # A file in an older format is returned as stored.
+    redrawn = group.redrawn(experiment, recorded)
+    assert redrawn is recorded or msgspec.json.decode(as_json(redrawn, DIGITS), type=Page) == (
+        recorded
+    )
     # A rerun has something to be compared with, and published targets are as they were.
     assert page.results
     drawn = {result.what: result for result in page.results}

@@ -124,15 +124,15 @@ def traced_passes(path: Path) -> list[TracedPass]:
 
 
 def run_agents(
-    settings: AttentionSettings, kind: Kind | None, ranks: int = 1
+    settings: AttentionSettings, kind: Kind | None, ranks: int = 1, speedup: float = 1.0
 ) -> list[list[TracedPass]]:
     """Replay the agents on 1P1D and return the passes of each prefill rank.
 
-    Engines are vLLM's with the model of ``kind``, or without one emulated.  Raises
-    ``EngineLostError`` if a turn fails.
+    Engines are vLLM's with the model of ``kind``, or without one emulated, ``speedup`` times as
+    fast as a GPU.  Raises ``EngineLostError`` if a turn fails.
     """
     model = make_tiny_model(kind.model) if kind is not None else _EMULATED_MODEL
-    commands = VLLM if kind is not None else _emulated(ranks)
+    commands = VLLM if kind is not None else _emulated(ranks, speedup)
     chosen = kind or Kind("qwen2")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -169,7 +169,7 @@ def run_agents(
 _EMULATED_MODEL, _EMULATED_GPU = "ds-27b", "hopper"
 
 
-def _emulated(ranks: int) -> Commands:
+def _emulated(ranks: int, speedup: float) -> Commands:
     """Return the commands of emulated engines: times of a GPU, and little KV to move."""
     options = EmulatedOptions(
         model=_EMULATED_MODEL,
@@ -177,6 +177,7 @@ def _emulated(ranks: int) -> Commands:
         layers=4,
         kv_bytes_per_token=256.0,
         hbm_bytes=_MEMORY_BYTES,
+        speedup=speedup,
         dp_lock_step=ranks > 1,
     )
     return emulated_commands(options, RouterSettings(dram_tier=False))
@@ -354,6 +355,14 @@ class BalanceSettings(AttentionSettings, frozen=True, kw_only=True):
         tuple[int, int], Setting("least and most tokens that a turn appends", metavar="LOW,HIGH")
     ] = (256, 4096)
     ranks: Annotated[int, Setting("ranks of the group", ge=2, le=8)] = 4
+    speedup: Annotated[
+        float,
+        Setting(
+            "factor of the emulated computing speed; a slow engine has more requests that wait",
+            gt=0,
+            le=1e6,
+        ),
+    ] = 1.0
     vllm: Annotated[
         bool,
         Setting(
@@ -369,7 +378,7 @@ def _balance_stages(
     def run(quota_s: float, number: int) -> Numbers:
         chosen = msgspec.structs.replace(settings, quota_s=quota_s)
         kind = _EXPERTS if settings.vllm else None
-        return balance_numbers(run_agents(chosen, kind, settings.ranks))
+        return balance_numbers(run_agents(chosen, kind, settings.ranks, settings.speedup))
 
     quotas = {f"quota {settings.quota_s:g} s": settings.quota_s, "no quota": 0.0}
     yield from one_stage(quotas, run)
@@ -379,7 +388,8 @@ def _balance_lines(settings: BalanceSettings) -> tuple[str, ...]:
     engines = (
         f"real vLLM engines on CPU, a tiny model with experts ({_EXPERTS.model})"
         if settings.vllm
-        else f"emulated engines in lock step, times of {_EMULATED_MODEL} on {_EMULATED_GPU}"
+        else f"emulated engines in lock step, times of {_EMULATED_MODEL} on {_EMULATED_GPU}, "
+        f"{settings.speedup:g} times as fast"
     )
     return (
         f"A prefill group of {settings.ranks} ranks and one decode engine; {engines}.",
