@@ -51,26 +51,32 @@ class Assign(Message, frozen=True, tag=True):
     A ``Report`` counts it if its envelope acknowledges this message.
     ``reserve_blocks`` > 0 asks for that many Full Block slots of the engine's DRAM buffer, granted
     FIFO and answered with ``Reserved``.  ``keys`` are those of the first of these blocks: the
-    longest cached prefix of them is granted its cached slots.
+    longest cached prefix of them is granted its cached slots.  ``hbm_prompt_tokens`` > 0: the PE
+    will send the prompt's KV into this DE's HBM.  The DE then also reserves HBM for the prompt and
+    for ``hbm_new_tokens`` generated tokens, FIFO after the slots; ``Reserved`` names its blocks.
     """
 
     request_id: Name
     tokens: int
     reserve_blocks: int
     keys: tuple[bytes, ...] = ()
+    hbm_prompt_tokens: int = 0
+    hbm_new_tokens: int = 0
 
 
 class Reserved(Message, frozen=True, tag=True):
     """Buffer slots are granted, in block order; ``wait_s`` is how long the request waited for them.
 
     The first ``cached_blocks`` of them hold their blocks already.  They are read-only, as other
-    requests may share them.
+    requests may share them.  ``hbm_blocks`` are the HBM blocks of the prompt, in block order, if
+    the ``Assign`` asked for HBM.
     """
 
     request_id: Name
     slots: tuple[int, ...]
     wait_s: float
     cached_blocks: int = 0
+    hbm_blocks: tuple[int, ...] = ()
 
 
 class Read(Message, frozen=True, tag=True):
@@ -109,6 +115,8 @@ class Persist(Message, frozen=True, tag=True):
 
     ``origin`` has the key before the first of them.  The prompt's KV is complete and no transfer
     writes to it any more; ``hit_keys`` are the keys of its first blocks, which are stored already.
+    If the PE has sent the KV into the DE's HBM, ``hits`` are the runs of the prompt's blocks that
+    are in the DE's buffer, with their slots; all other blocks are in HBM only.
     """
 
     request_id: Name
@@ -116,10 +124,11 @@ class Persist(Message, frozen=True, tag=True):
     keys: tuple[bytes, ...]
     origin: BlockOrigin = UNKNOWN_ORIGIN
     hit_keys: tuple[bytes, ...] = ()
+    hits: tuple[HitRun, ...] = ()
 
 
 class PrefillDone(Message, frozen=True, tag=True):
-    """The PE's last transfer for the request is over; the DE buffer is complete iff no failure.
+    """The PE's last transfer for the request is over; the DE has all KV iff no failure.
 
     The router regards a prefill as complete only after this message: the engine's HTTP answer
     proves that the first token was computed, not that the KV arrived.
@@ -145,8 +154,8 @@ class KvInHbm(Message, frozen=True, tag=True):
 class Release(Message, frozen=True, tag=True):
     """The request is over on this engine; slots are freed once nothing can write to them.
 
-    ``writer_certain`` is False while a prefill engine may still write into the slots: they are then
-    quarantined until another ``Release`` of the request has it True.
+    ``writer_certain`` is False while a prefill engine may still write into the slots, or into HBM
+    reserved for the request: both are then quarantined until another ``Release`` has it True.
     """
 
     request_id: Name
@@ -168,7 +177,7 @@ class Failed(Message, frozen=True, tag=True):
 
 
 #: Incremented whenever a message changes its form or meaning; both ends must agree.
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 #: Length of a truncated key in ``CacheUpdate``, and how many keys one message has.
 CACHE_UPDATE_KEY_BYTES = 8
@@ -202,6 +211,7 @@ class Register(Message, frozen=True, tag=True):
     measured or configured speeds, ``adapters`` the LoRA adapters that requests may name.  ``dp`` is
     its place in a data-parallel group; the ranks of a group join and are lost together.
     ``node_dram`` is the DRAM that it shares with other engines, None without.
+    ``hbm_refusal``: why it takes no part in hand-overs in HBM, empty if it does.
     """
 
     version: int
@@ -223,6 +233,7 @@ class Register(Message, frozen=True, tag=True):
     dp: GroupRank | None = None
     adapters: tuple[Adapter, ...] = ()
     node_dram: NodeDramShare | None = None
+    hbm_refusal: str = ""
 
 
 class Registered(Message, frozen=True, tag=True):

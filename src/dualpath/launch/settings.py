@@ -43,7 +43,6 @@ from dualpath.router.settings import (
     HandoverSetting,
     OpenMetrics,
     RecomputeLimit,
-    check_handover,
 )
 from dualpath.transport.ucx_config import check_engine_config
 from dualpath.vllm.front_end_settings import (
@@ -201,7 +200,11 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
                 f"{{devices}} is {','.join(self.devices)} and {{executor}} is ray, which assigns "
                 "devices itself; omit {devices}"
             )
-        check_handover(self.handover)
+        if self.handover is not Handover.BUFFER:
+            raise ConfigError(
+                f"{{handover}} is {self.handover}, which vLLM's engines do not support so far; "
+                "leave {handover} out, or try it with emulated engines (dualpath emulate cluster)"
+            )
         check_engine_config(self.nixl_engine_config)
 
     def ranks(self, role: Role) -> int:

@@ -81,7 +81,7 @@ HandoverSetting = Annotated[
     Setting(
         "where a decode engine receives a prompt's KV: in its DRAM buffer, in HBM that it "
         "allocates when it gets the request, or in HBM where it is free, else in the buffer; "
-        "engines support buffer only so far, the simulator all of them"
+        "vLLM's engines support buffer only so far, emulated engines and the simulator all of them"
     ),
 ]
 DramTier = Annotated[
@@ -107,15 +107,6 @@ FrontEnds = Annotated[
         ge=0,
     ),
 ]
-
-
-def check_handover(handover: Handover) -> None:
-    """Raise ``ConfigError`` for a hand-over that engines do not support."""
-    if handover is not Handover.BUFFER:
-        raise ConfigError(
-            f"{{handover}} is {handover}, which only `dualpath simulate` and `dualpath plan` "
-            "support so far; engines receive KV in their buffer: leave {handover} out"
-        )
 
 
 class RouterSettings(Settings, frozen=True):
@@ -405,7 +396,6 @@ class RouterSettings(Settings, frozen=True):
                     f"{{tenant_weights}} has {tenant}={weight:g}; a weight must be above 0, "
                     "correct it"
                 )
-        check_handover(self.handover)
         try:
             policy = msgspec.convert(self.rebalance_options, RebalanceSettings, strict=False)
         except msgspec.ValidationError as error:

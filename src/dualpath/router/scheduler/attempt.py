@@ -24,6 +24,10 @@ Slots with cached blocks are shared and must not be written to.  At a DE they ar
 the prompt and only these: no run before them can turn out short, in which case the PE would
 recompute what follows and write it there.
 
+*Hand-over in HBM.*  With such an assignment the DE reserves slots only for the hits that it reads
+or caches, then HBM for the prompt, and the PE sends the prompt's KV there.  Slots come before HBM,
+and both before the PE's slots: a request that holds HBM of a DE waits for no slots of that DE.
+
 *Append at the DE.*  If the assignment has no PE, the DE reserves slots for the hit alone, and the
 front end sends it the request as soon as they are filled.  If a part of the hit turns out to be
 lost, the attempt ends in ``HitLostError``, and the next one has a PE.
@@ -58,6 +62,7 @@ from dualpath.core.control import (
     Sync,
 )
 from dualpath.core.errors import EngineLostError, HitLostError, TransportError
+from dualpath.core.modes import Handover
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
@@ -158,14 +163,16 @@ class EngineAttempt(AttemptChannel):
         if self._appends:
             tokens = self._wanted_blocks * self._scheduler.block_tokens
             tail = order.keys[self._wanted_blocks - 1]
+        hits, in_hbm = side_of(self._loaded.hits, Role.DECODE), bool(self._loaded.de_hbm_blocks)
         return DecodeTransfer(
             request_id=self.attempt_id,
             prompt_tokens=tokens,
-            slots=self._loaded.de_slots,
+            slots=() if in_hbm else self._loaded.de_slots,
             tenant=order.tenant,
             hit_key_tail=tail,
             prompt_digest=order.prompt_digest,
-            hits=tuple(run.with_slots(()) for run in side_of(self._loaded.hits, Role.DECODE)),
+            hits=tuple(hits if in_hbm else (run.with_slots(()) for run in hits)),
+            in_hbm=in_hbm,
         )
 
     # ------------------------------------------------------------------ ScheduledAttempt
@@ -178,7 +185,7 @@ class EngineAttempt(AttemptChannel):
         self.check()
         if self._appends:
             return Prepared(self.decode_transfer, None)
-        if loaded.de_slots:
+        if loaded.de_slots or loaded.de_hbm_blocks:
             holder, writer = self._decode_engine.engine_id, self._prefill_engine.writer
             self._scheduler.releases.writer_started(self.attempt_id, writer, holder)
         self._done = self.expect(PrefillDone, self._prefill_engine.engine_id)
@@ -190,9 +197,10 @@ class EngineAttempt(AttemptChannel):
             hits=loaded.hits,
             decode_engine=self._decode_engine.engine_id,
             decode_epoch=self._decode_engine.epoch,
-            de_slots=loaded.de_slots,
+            de_slots=() if loaded.de_hbm_blocks else loaded.de_slots,
             shared_blocks=loaded.shared_blocks,
             prompt_digest=self._order.prompt_digest,
+            de_hbm_blocks=loaded.de_hbm_blocks,
         )
         return Prepared(self.decode_transfer, prefill)
 
@@ -340,20 +348,20 @@ class EngineAttempt(AttemptChannel):
             return Loaded(hit_blocks=self._wanted_blocks, hits=(), de_slots=())
         runs = self._assignment.reads
         if self._appends:
-            de_slots, outcomes = await self._reserve_and_read(runs, pe_idle=True)
+            received, outcomes = await self._reserve_and_read(runs, pe_idle=True)
         elif any(run.cached or run.side is Role.PREFILL for run in runs):
-            de_slots, outcomes = await self._reserve_and_read(runs, pe_idle=False)
+            received, outcomes = await self._reserve_and_read(runs, pe_idle=False)
         else:
             # A PE that gets no slots in any case need not wait for the DE's slots and reads.
             _, loaded = await gather_or_cancel(
                 self._assign(self._prefill_engine), self._reserve_and_read(runs, pe_idle=True)
             )
             assert loaded is not None
-            de_slots, outcomes = loaded
+            received, outcomes = loaded
         hits, hit_blocks, short = good_runs(outcomes)
         if self._appends:
             self._check_whole(hit_blocks, short)
-        loaded_hits = Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=de_slots)
+        loaded_hits = msgspec.structs.replace(received, hit_blocks=hit_blocks, hits=hits)
         if short is not None:
             if short == GONE:  # Neither storage nor DRAM has the rest: it is no hit.
                 self._found_blocks = self._wanted_blocks = hit_blocks
@@ -374,19 +382,28 @@ class EngineAttempt(AttemptChannel):
 
     async def _reserve_and_read(
         self, runs: Sequence[HitRun], *, pe_idle: bool
-    ) -> tuple[tuple[int, ...], list[RunRead]]:
-        """Return the DE's slots of the prompt, and the outcome of every run in block order.
+    ) -> tuple[Loaded, list[RunRead]]:
+        """Return where the DE receives the prompt, and the outcome of every run in block order.
 
-        If the DE computes the append they are the slots of the hit.
+        Its slots are those of the hit if the DE computes the append, and those of its own hits if
+        it receives the prompt in HBM.
 
         Slots at the DE come first, always: a request that holds PE slots waits for no other slots,
         so there is no deadlock.  The PE reads nothing if it is idle.
         """
         hit_run = BlockRun(0, _hit_blocks(runs))
-        blocks = holding_blocks(self._order.prompt_tokens, self._scheduler.block_tokens)
-        if self._appends:
-            blocks = hit_run.count
-        granted = await self._reserve(self._decode_engine, blocks, [hit_run])
+        in_hbm = self._assignment.handover is Handover.HBM
+        if in_hbm:
+            own = [run.blocks for run in side_of(runs, Role.DECODE)]
+            # Cached blocks are shared at the head of the prompt only.
+            head_run = [run for run in own[:1] if run.first == 0]
+            blocks = sum(run.count for run in own)
+            granted = await self._reserve(self._decode_engine, blocks, head_run, in_hbm=True)
+        else:
+            blocks = holding_blocks(self._order.prompt_tokens, self._scheduler.block_tokens)
+            if self._appends:
+                blocks = hit_run.count
+            granted = await self._reserve(self._decode_engine, blocks, [hit_run])
         if any(run.cached for run in runs):
             runs = self._slots_granted(granted.cached_blocks)
         hit_blocks = _hit_blocks(runs)
@@ -394,10 +411,13 @@ class EngineAttempt(AttemptChannel):
         slots, cached = granted.slots, min(granted.cached_blocks, hit_blocks)
         head = HitRun(Role.DECODE, BlockRun(0, cached), slots[:cached], cached=True)
         rest = behind(runs, cached)
-        at_decode = [
-            run.with_slots(slots[run.blocks.first : run.blocks.end])
-            for run in side_of(rest, Role.DECODE)
-        ]
+        at_decode = side_of(rest, Role.DECODE)
+        if in_hbm:
+            at_decode = in_slots(at_decode, slots[cached:], 0)
+        else:
+            at_decode = [
+                run.with_slots(slots[run.blocks.first : run.blocks.end]) for run in at_decode
+            ]
         decode_reads = self._read_all(
             self._decode_engine, [head, *at_decode] if cached else at_decode
         )
@@ -409,7 +429,7 @@ class EngineAttempt(AttemptChannel):
         for outcome in of_decode:
             slots = outcome.slots or slots  # A deadline may have replaced slots.
         outcomes = sorted(of_decode + of_prefill, key=lambda one: one.assigned.blocks.first)
-        return slots, outcomes
+        return Loaded(0, (), slots, granted.hbm_blocks), outcomes
 
     def _slots_granted(self, cached_blocks: int) -> tuple[HitRun, ...]:
         """Return the planned reads now that the DE has reported what its buffer caches.
@@ -524,19 +544,19 @@ class EngineAttempt(AttemptChannel):
         return max(self._stored_blocks, shared)
 
     async def _reserve(
-        self, engine: EngineInfo, count: int, blocks: Sequence[BlockRun]
+        self, engine: EngineInfo, count: int, blocks: Sequence[BlockRun], *, in_hbm: bool = False
     ) -> Reserved:
         """Let an engine count the request and grant buffer slots; return them, in block order.
 
         ``blocks`` will be stored in the slots, from the first slot on: the engine reports how many
-        of them it caches.
+        of them it caches.  ``in_hbm``: it also reserves HBM for the whole prompt.
         """
         mode = self._scheduler.registry.mode
         cached = self._use_cached and mode is not None and serves(engine.role, mode)
         keys = [key for run in blocks for key in self._order.keys[run.first : run.end]]
         with self._stages.stage(Stage.BUFFER_WAIT, engine.engine_id):
             granted = self.expect(Reserved, engine.engine_id)
-            self._send_assign(engine, count, tuple(keys) if cached else ())
+            self._send_assign(engine, count, tuple(keys) if cached else (), in_hbm=in_hbm)
             return await granted
 
     async def _assign(self, engine: EngineInfo) -> None:
@@ -549,7 +569,12 @@ class EngineAttempt(AttemptChannel):
         await self._synced(engine)
 
     def _send_assign(
-        self, engine: EngineInfo, reserve_blocks: int, keys: tuple[BlockKey, ...] = ()
+        self,
+        engine: EngineInfo,
+        reserve_blocks: int,
+        keys: tuple[BlockKey, ...] = (),
+        *,
+        in_hbm: bool = False,
     ) -> None:
         self.check()
         scheduler, tokens = self._scheduler, self._assignment.at(engine.role).tokens
@@ -558,8 +583,10 @@ class EngineAttempt(AttemptChannel):
             prefill = engine.role is Role.PREFILL
             peer = self._decode_engine if prefill else self._prefill_engine
             scheduler.server.name_peer(engine.engine_id, peer.engine_id)
+        order = self._order
+        hbm = (order.prompt_tokens, order.max_new_tokens) if in_hbm else (0, 0)
         number = scheduler.server.send_numbered(
-            engine.engine_id, Assign(self.attempt_id, tokens, reserve_blocks, keys)
+            engine.engine_id, Assign(self.attempt_id, tokens, reserve_blocks, keys, *hbm)
         )
         if number is not None:
             scheduler.dispatch.assign_sent(engine.engine_id, self.attempt_id, number)
@@ -580,7 +607,7 @@ class EngineAttempt(AttemptChannel):
     # ------------------------------------------------------------------ 5 and 6: prefill, decode
 
     async def _kv_arrived(self) -> PrefillDone:
-        """Return the PE's report that the prompt's KV is complete in the DE's buffer.
+        """Return the PE's report that the prompt's KV is complete at the DE.
 
         Its first token alone does not prove that, and a token is streamed only once it is true.
         Raises ``EngineLostError`` after ``read_margin_s``, ``TransportError`` if KV did not arrive.
@@ -615,24 +642,27 @@ class EngineAttempt(AttemptChannel):
             most_blocks=self._limit_blocks(),
         )
 
-    def _persist(self, in_buffer: tuple[BlockKey, ...]) -> None:
-        """Have the DE store those full blocks in its buffer that are not stored.
+    def _persist(self, received: tuple[BlockKey, ...]) -> None:
+        """Have the DE store those full blocks of the prompt that are not stored.
 
-        ``in_buffer`` are the keys of the prompt's full blocks there.  The message is sent without
-        any as well: the DE releases the buffer when it knows that nothing more is to be stored.
+        ``received`` are the keys of those that it has, in its buffer or in HBM.  The message is
+        sent without any as well: the DE releases its memory when it knows that nothing more is to
+        be stored.
         """
         self.check()
         keys, engine_id = self._order.keys, self._decode_engine.engine_id
         first = self._first_unstored_block()
+        in_hbm = bool(self._loaded.de_hbm_blocks)
         parent = keys[first - 1] if first else chain_root()
         self._scheduler.send(
             engine_id,
             Persist(
                 request_id=self.attempt_id,
                 first_block=first,
-                keys=in_buffer[first:],
+                keys=received[first:],
                 origin=BlockOrigin(parent, self._order.tenant),
-                hit_keys=in_buffer[:first],
+                hit_keys=received[:first],
+                hits=tuple(side_of(self._loaded.hits, Role.DECODE)) if in_hbm else (),
             ),
         )
         self._scheduler.writers.note(keys[first:] or keys[-1:], engine_id)
