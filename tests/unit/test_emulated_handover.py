@@ -11,7 +11,6 @@ from tests.emulated_cluster import GEOMETRY, Cluster, cluster
 from tests.guard import GUARD_S
 from tests.unit.test_emulated_dram import total, updated
 
-from dualpath.core.cluster import Role
 from dualpath.core.modes import Handover, Mode
 from dualpath.engine.counters import Counter
 from dualpath.router.settings import RouterSettings

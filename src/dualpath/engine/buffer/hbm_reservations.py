@@ -148,11 +148,10 @@ class HbmReservations:
         with self._lock:
             return tuple(name for name, found in self._reserved.items() if found.quarantined)
 
-    @property
-    def all_free(self) -> bool:
-        """Whether no request has a reservation or waits for one."""
+    def quarantined_blocks(self) -> int:
+        """Return the number of blocks in quarantine."""
         with self._lock:
-            return not self._reserved
+            return sum(len(r.blocks) for r in self._reserved.values() if r.quarantined)
 
     def _end(self, request_id: str) -> None:
         assert self._pool is not None, "it has reserved the blocks"

@@ -490,9 +490,10 @@ class EngineAttempt(AttemptChannel):
             complete = complete and again.good.blocks == run.blocks
         if complete:
             hits = tuple(run.whole_behind(self._whole_from) for run in loaded.hits)
-            return Loaded(loaded.hit_blocks, hits, slots)
+            return msgspec.structs.replace(loaded, hits=hits, de_slots=slots)
         hits = cached_head(loaded.hits)
-        return Loaded(hits[-1].blocks.end if hits else 0, hits, slots)
+        hit_blocks = hits[-1].blocks.end if hits else 0
+        return msgspec.structs.replace(loaded, hit_blocks=hit_blocks, hits=hits, de_slots=slots)
 
     async def _read(self, engine: EngineInfo, run: HitRun) -> RunRead:
         """Return the outcome of a storage read of a run's blocks into its slots.
