@@ -208,7 +208,8 @@ class ToyEngine:
         self.epoch = "epoch-1"
         self.outbox: queue.Queue[Message] = queue.Queue()
         transport = InProcessTransport(f"{engine_id}-{self.epoch}", fabric)
-        self.held = ToyHbm(hbm_blocks, geometry.block_tokens)
+        self.pool = ToyHbm(hbm_blocks, geometry.block_tokens)
+        self.held: HeldBlocks = self.pool
         self.manager = TrafficManager(
             self.settings,
             geometry,
@@ -219,7 +220,7 @@ class ToyEngine:
             open_device(),
             threads=threads,
             holder=self.held,
-            hbm_pool=self.held,
+            hbm_pool=self.pool,
         )
         self._kept: list[Message] = []
 

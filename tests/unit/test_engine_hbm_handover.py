@@ -118,7 +118,7 @@ class Prompt:
 
 
 def free_blocks(cluster: ToyCluster) -> int:
-    return len(cluster.de.held.free)
+    return len(cluster.de.pool.free)
 
 
 def test_a_prompt_arrives_in_reserved_hbm_and_then_belongs_to_the_engines_request(
@@ -139,7 +139,7 @@ def test_a_prompt_arrives_in_reserved_hbm_and_then_belongs_to_the_engines_reques
     cluster.de.held.wait_for_none()
     prompt.release()
     assert free_blocks(cluster) == whole - BLOCKS - 2, "its request still decodes"
-    cluster.de.held.end("r")
+    cluster.de.pool.end("r")
     assert free_blocks(cluster) == whole
 
 
@@ -251,10 +251,10 @@ def test_blocks_that_leave_hbm_are_held_though_their_request_ends(cluster: ToyCl
     cluster.fabric.stall(agent)
     prompt.confirm()
     prompt.release()
-    assert not set(prompt.reserved.hbm_blocks[DE_HITS:]) & cluster.de.held.free
+    assert not set(prompt.reserved.hbm_blocks[DE_HITS:]) & cluster.de.pool.free
     cluster.fabric.wake(agent)
     cluster.de.held.wait_for_none()
-    assert set(prompt.reserved.hbm_blocks) <= cluster.de.held.free
+    assert set(prompt.reserved.hbm_blocks) <= cluster.de.pool.free
     assert cluster.de.manager.persister.drain(GUARD_S)
     assert all(cluster.storage.is_stored(key) for key in prompt.keys)
 
