@@ -30,6 +30,7 @@ from dualpath.core.control import (
     Reserved,
     RouterMessage,
 )
+from dualpath.core.errors import BufferTooSmallError
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
@@ -116,12 +117,18 @@ class ToyHbm(HeldBlocks):
         self._reserved: dict[str, tuple[int, ...]] = {}
         self._owned: dict[str, tuple[int, ...]] = {}
         self._waiting: dict[str, tuple[int, Callable[[tuple[int, ...]], None]]] = {}
+        self.takes_free_hbm = True
 
     @property
     def free(self) -> set[int]:
         """The blocks that a request could get now."""
         used = {b for taken in (self._reserved, self._owned) for of in taken.values() for b in of}
         return set(range(self.blocks)) - used - self.now
+
+    def check(self, request_id: str, prompt_tokens: int, new_tokens: int) -> None:
+        most = self.blocks * self._block_tokens
+        if prompt_tokens + new_tokens > most:
+            raise BufferTooSmallError(f"{prompt_tokens + new_tokens} tokens, at most {most} fit")
 
     def reserve(
         self,

@@ -233,12 +233,10 @@ def test_a_waiting_reservation_ends_with_its_release_and_the_next_one_is_granted
     assert cluster.de.answers(Reserved) == []
 
 
-def test_a_prompt_that_hbm_can_never_hold_is_refused_with_the_remedy(cluster: ToyCluster) -> None:
+def test_a_prompt_that_hbm_can_never_hold_is_refused(cluster: ToyCluster) -> None:
     tokens = free_blocks(cluster) * GEOMETRY.block_tokens
     cluster.de.command(Assign("r", TOKENS, 0, (), tokens, 1))
-    reason = cluster.de.answer(Failed, "r").reason
-    assert f"HBM for {tokens + 1} tokens" in reason
-    assert "set handover to buffer" in reason
+    assert f"{tokens + 1} tokens" in cluster.de.answer(Failed, "r").reason
     assert cluster.de.report().load.unfinished_requests == 0
 
 

@@ -39,7 +39,7 @@ def test_a_prompt_is_stored_and_cached_though_its_slots_are_freed_at_that_moment
         *(cast(Rank, rank), active, buffer),
         cast(Persister, SimpleNamespace(add=writes.append)),
         lambda message: None,
-        HbmReservations(None, 0),
+        HbmReservations(None),
         lambda new, hits: None,
         NoHolder(),
         moves_bytes=True,

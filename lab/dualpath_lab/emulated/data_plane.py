@@ -13,7 +13,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from dualpath.core.blocks import WHOLE, PartSlice, slices_of
 from dualpath.core.cluster import Role
-from dualpath.core.errors import ConfigError
+from dualpath.core.errors import BufferTooSmallError, ConfigError
 from dualpath.core.rates import Rate, RateOrigin
 from dualpath.engine.buffer.hbm_reservations import Granted
 from dualpath.engine.control.membership import Membership, ServedModel
@@ -60,6 +60,8 @@ class EmulatedHbm:
     ``shared`` the memory is a file that other engines of the machine can map.  Raises
     ``ConfigError`` if not even one block fits.
     """
+
+    takes_free_hbm = True
 
     def __init__(
         self,
@@ -173,6 +175,15 @@ class EmulatedHbm:
                 if isinstance(owner, _Reservation):
                     self._reserved[owner.request_id] = blocks
             granted(blocks)
+
+    def check(self, request_id: str, prompt_tokens: int, new_tokens: int) -> None:
+        """Raise ``BufferTooSmallError`` for more than the whole HBM; see ``HbmPool``."""
+        tokens, most = prompt_tokens + new_tokens, self.blocks * self._geometry.block_tokens
+        if tokens > most:
+            raise BufferTooSmallError(
+                f"request {request_id} needs HBM for {tokens} tokens before its prefill, this "
+                f"engine has {most}; give it more HBM"
+            )
 
     def reserve(
         self, request_id: str, prompt_tokens: int, new_tokens: int, granted: Granted

@@ -20,7 +20,19 @@ Granted = Callable[[tuple[int, ...]], None]
 
 
 class HbmPool(BlockHolder, Protocol):
-    """The allocator of an engine's HBM blocks; methods may be called from any thread."""
+    """The allocator of an engine's HBM blocks; methods may be called from any thread.
+
+    ``takes_free_hbm``: reserved blocks are missing from the free HBM that the engine reports.
+    """
+
+    @property
+    def takes_free_hbm(self) -> bool:
+        """See the class."""
+        ...
+
+    def check(self, request_id: str, prompt_tokens: int, new_tokens: int) -> None:
+        """Raise ``BufferTooSmallError`` for a reservation that could never be granted."""
+        ...
 
     def reserve(
         self, request_id: str, prompt_tokens: int, new_tokens: int, granted: Granted
@@ -49,28 +61,26 @@ class _Reservation:
 
 
 class HbmReservations:
-    """The reservations of one engine; ``pool`` is None for one that receives no KV in HBM.
+    """The reservations of one engine; ``pool`` is None for one that receives no KV in HBM."""
 
-    ``capacity_tokens`` is what the whole HBM can hold.
-    """
-
-    def __init__(
-        self, pool: HbmPool | None, capacity_tokens: int, threads: Threads = OS_THREADS
-    ) -> None:
+    def __init__(self, pool: HbmPool | None, threads: Threads = OS_THREADS) -> None:
         self._pool = pool
-        self._capacity_tokens = capacity_tokens
         self._lock = threads.lock()
         self._reserved: dict[str, _Reservation] = {}
 
-    def check(self, request_id: str, tokens: int) -> None:
+    @property
+    def takes_free_hbm(self) -> bool:
+        """Whether reserved blocks are missing from the free HBM that the engine reports."""
+        return self._pool is not None and self._pool.takes_free_hbm
+
+    def check(self, request_id: str, prompt_tokens: int, new_tokens: int) -> None:
         """Raise ``BufferTooSmallError`` for a reservation that could never be granted."""
-        if self._pool is None or tokens > self._capacity_tokens:
-            held = self._capacity_tokens if self._pool is not None else 0
+        if self._pool is None:
             raise BufferTooSmallError(
-                f"request {request_id} needs HBM for {tokens} tokens before its prefill, this "
-                f"engine can reserve {held}; give it more HBM, or set handover to buffer at the "
-                "router"
+                f"request {request_id} needs HBM for {prompt_tokens} tokens before its prefill, "
+                "this engine reserves none; set handover to buffer at the router"
             )
+        self._pool.check(request_id, prompt_tokens, new_tokens)
 
     def request(
         self,

@@ -25,7 +25,7 @@ from dualpath.engine.control.peers import Peers
 from dualpath.engine.counters import Counter
 from dualpath.engine.io.persister import Persister, WriteTask
 from dualpath.engine.passes.generated import GeneratedBlock
-from dualpath.engine.passes.hbm_layout import HbmBlock
+from dualpath.engine.passes.hbm_layout import NO_BLOCK, HbmBlock
 from dualpath.engine.passes.pass_transfers import BlockHolder
 from dualpath.engine.ranks.rank import Rank
 from dualpath.engine.threads import OS_THREADS, Threads
@@ -451,7 +451,8 @@ class ServedPrompts:
         transfer, request_id = load.transfer, load.transfer.request_id
         reserved = self._hbm.blocks_of(request_id)
         slots = [slot for run in transfer.hits for slot in run.slots]
-        if not reserved or list(load.hbm_blocks) != list(reserved[: len(load.hbm_blocks)]):
+        named = zip(load.hbm_blocks, reserved, strict=False)
+        if not reserved or any(block not in (NO_BLOCK, own) for block, own in named):
             self._counters.add(Counter.STALE_TRANSFERS, 1)
             load.done(f"request {request_id}: its HBM blocks have a new owner")
             return

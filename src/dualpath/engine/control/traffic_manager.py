@@ -129,7 +129,7 @@ class TrafficManager:
         slots = settings.buffer_slots(geometry)
         self.buffer = BlockBuffer(geometry, slots, self._granted, threads, rank.memory.buffer)
         #: HBM reserved for prompts that PEs send there.
-        self.reserved_hbm = HbmReservations(hbm_pool, hbm.capacity_tokens, threads)
+        self.reserved_hbm = HbmReservations(hbm_pool, threads)
         self._tier = DramTier(self.buffer, counters, send, node_dram, self.block_events)
         self._reader = ReadQueue(
             storage,
@@ -317,7 +317,7 @@ class TrafficManager:
             )
         wanted = HbmWanted(message.hbm_prompt_tokens, message.hbm_new_tokens)
         if wanted.prompt_tokens:
-            self.reserved_hbm.check(message.request_id, sum(wanted))
+            self.reserved_hbm.check(message.request_id, *wanted)
         self.active.add(message.request_id, message.tokens, self.trace.now_ns(), wanted)
         if message.reserve_blocks == 0:
             if wanted.prompt_tokens:
@@ -348,7 +348,8 @@ class TrafficManager:
         request_id, prompt_blocks = grant.request_id, self.geometry.blocks_for(wanted.prompt_tokens)
 
         def granted(blocks: tuple[int, ...]) -> None:
-            self.active.hbm_allocated(request_id)
+            if self.reserved_hbm.takes_free_hbm:
+                self.active.hbm_allocated(request_id)
             self._reserved(grant, blocks[:prompt_blocks])
 
         self.reserved_hbm.request(request_id, *wanted, granted)

@@ -72,7 +72,7 @@ def _hbm_refusal(settings: EngineSettings, hbm: HbmLayout, ranks: int, *, reserv
     if settings.role is Role.PREFILL:
         return ""
     if not reserves:
-        return "engines of its kind cannot reserve HBM for a request before they get it"
+        return "no part of its HBM receives prompts; set receive_hbm_share"
     if settings.transport == "memory" and (hbm.owner is None or hbm.owner.file is None):
         return (
             "its transport is memory, and its HBM is not in a memory file that other processes can "
