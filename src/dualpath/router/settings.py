@@ -80,8 +80,8 @@ HandoverSetting = Annotated[
     Handover,
     Setting(
         "where a decode engine receives a prompt's KV: in its DRAM buffer, in HBM that it "
-        "allocates when it gets the request, or in HBM where it is free, else in the buffer; "
-        "vLLM's engines support buffer only so far, emulated engines and the simulator all of them"
+        "reserves when it gets the request, or in HBM where it is free, else in the buffer; "
+        "engines of several ranks, and those without receive_hbm_share, support buffer only"
     ),
 ]
 DramTier = Annotated[

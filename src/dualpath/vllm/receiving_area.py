@@ -64,7 +64,7 @@ class ReceivingArea:
         most = self._blocks * self._block_tokens
         if prompt_tokens > most:
             raise BufferTooSmallError(
-                f"request {request_id} has a prompt of {prompt_tokens} tokens, this engine receives "
+                f"request {request_id} has a prompt of {prompt_tokens} tokens, the engine receives "
                 f"at most {most} in HBM; raise receive_hbm_share"
             )
 
