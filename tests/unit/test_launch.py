@@ -10,8 +10,8 @@ import pytest
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
-from dualpath.launch.commands import engine_command, router_command
+from dualpath.core.modes import Handover, Mode
+from dualpath.launch.commands import engine_command, engine_extra_config, router_command
 from dualpath.launch.local_cluster import LocalCluster
 from dualpath.launch.settings import LocalClusterSettings
 
@@ -119,7 +119,8 @@ def test_absurd_sizes_are_refused_by_name(change: dict[str, Any], message: str) 
 
 
 def test_decode_engines_receive_prompts_in_hbm_only_where_they_are_handed_over_there() -> None:
-    for handover, share in (("buffer", None), ("hbm", 0.25), ("auto", 0.25)):
+    shares = {Handover.BUFFER: None, Handover.HBM: 0.25, Handover.AUTO: 0.25}
+    for handover, share in shares.items():
         made = settings(handover=handover)
         extras = [engine_extra_config(made, role, "e", "e", "u", "r") for role in Role]
         assert [extra.get("receive_hbm_share") for extra in extras] == [None, share]
