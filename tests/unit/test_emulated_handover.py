@@ -4,6 +4,8 @@ The story: an agent of a few turns, whose answers and hits are those of the same
 hand-over in the DE's buffer.
 """
 
+import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -81,3 +83,51 @@ async def test_prompts_received_in_hbm_have_the_answers_and_hits_of_the_buffer(
             assert handovers(made) == {handover.value}
     assert found[Handover.HBM] == found[Handover.BUFFER]
     assert found[Handover.HBM][3] == 0
+
+
+@pytest.mark.parametrize("handover", [Handover.HBM, Handover.AUTO])
+async def test_prompts_that_wait_for_hbm_and_slots_of_two_engines_all_get_their_answers(
+    handover: Handover,
+) -> None:
+    """HBM holds two prompts with their answers, the buffer the hits of one; six come at once."""
+    prompts = [[1000 * number + index for index in range(60)] for number in range(6)]
+    answers = {}
+    for chosen in (Handover.BUFFER, handover):
+        storage = f"memory://handover-crowd-{chosen.value}-for-{handover.value}"
+        more: dict[str, Any] = {
+            "hbm_bytes": 40 * GEOMETRY.full_block_bytes,
+            "buffer_bytes": 20 * GEOMETRY.full_block_bytes,
+        }
+        async with cluster(storage, Mode.SPLIT, 1, 2, router=settings(chosen), **more) as made:
+            first = await asyncio.gather(*(made.ask(prompt, 8) for prompt in prompts))
+            await made.idle()
+            await left_hbm(made)
+            longer = [
+                [*prompt, *tokens, 7] for prompt, (tokens, _) in zip(prompts, first, strict=True)
+            ]
+            again = await asyncio.gather(*(made.ask(prompt, 8) for prompt in longer))
+            await made.idle()
+            await left_hbm(made)
+            assert made.counts(1) == 0
+            answers[chosen] = [*first, *again]
+    assert answers[handover] == answers[Handover.BUFFER]
+
+
+@pytest.mark.parametrize("counter", [Counter.PE_TO_DE_BYTES, Counter.D2H_BYTES])
+async def test_a_client_that_leaves_in_mid_transfer_or_later_leaves_nothing_in_hbm(
+    counter: Counter,
+) -> None:
+    """It leaves when the first layer was sent, or when the first new block has left HBM."""
+    router = settings(Handover.HBM)
+    storage = f"memory://handover-leaves-{counter.value}"
+    async with cluster(storage, Mode.SPLIT, router=router, speedup=0.2) as made:
+        asking = asyncio.create_task(made.ask(PROMPT, 60))
+        await made.arrivals.until(lambda: total(made, counter) > 0, GUARD_S)
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asking
+        await made.idle()
+        await left_hbm(made)
+        assert len((await made.ask(PROMPT, 6))[0]) == 6
+        await made.idle()
+        assert made.counts(1) == 0
