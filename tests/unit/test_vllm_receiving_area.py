@@ -73,11 +73,11 @@ class Engine:
 
     def table(self, request) -> list[int]:
         (ids,) = self.blocks.get_block_ids(request.request_id)
-        return ids
+        return list(ids)
 
     @property
     def free(self) -> int:
-        return self.pool.get_num_free_blocks()
+        return int(self.pool.get_num_free_blocks())
 
 
 def test_the_blocks_of_the_area_are_those_that_both_halves_compute() -> None:

@@ -94,27 +94,31 @@ class DecodeEngine:
 
     def _placed(self, request: DecodeRequest, blocks: tuple[int, ...]) -> None:
         """Start the H2D copy of a request that has got HBM."""
-        request.hbm_blocks = blocks
+        request.hbm_blocks += blocks
         with self._wake:
             self._waiting.pop(request, None)
         self._steps.soon(functools.partial(self._compare_buffer, request))
         self._plane.hbm_changed()
 
     def _use_reserved(self, request: DecodeRequest) -> None:
-        """Start the load of a request for which HBM is reserved; it fails if it is not any more."""
-        request.owns_hbm = False
-        request.hbm_blocks = self._plane.manager.reserved_hbm.blocks_of(
-            request.decode_transfer.request_id
-        )
-        if len(request.hbm_blocks) < self._plane.geometry.blocks_for(request.capacity_tokens):
-            log.warning(
-                "request %s: %d HBM blocks are reserved for it, it needs HBM for %d tokens",
-                *(request.decode_transfer.request_id, len(request.hbm_blocks)),
-                request.capacity_tokens,
-            )
+        """Start the load of a request for which HBM is reserved; it fails if it is not any more.
+
+        Behind another proxy the answer may be longer than the reservation: more HBM is allocated.
+        """
+        request_id = request.decode_transfer.request_id
+        reserved = self._plane.manager.reserved_hbm.blocks_of(request_id)
+        if not reserved:
+            log.warning("request %s: no HBM is reserved for it any more", request_id)
             self._end(request, Answer(finish_reason="error"))
             return
-        self._steps.soon(functools.partial(self._compare_buffer, request))
+        request.hbm_blocks, request.reserved_blocks = reserved, len(reserved)
+        missing = self._plane.geometry.blocks_for(request.capacity_tokens) - len(reserved)
+        if missing > 0:
+            with self._wake:
+                self._waiting[request] = None
+            self._plane.hbm.request(request, missing, functools.partial(self._placed, request))
+        else:
+            self._steps.soon(functools.partial(self._compare_buffer, request))
 
     # ------------------------------------------------------------------ decode transfers
 
@@ -159,7 +163,7 @@ class DecodeEngine:
             log.warning("request %s: %s", request.decode_transfer.request_id, "; ".join(errors))
             self._end(request, Answer(finish_reason="error"))
             return
-        request.owns_hbm = True
+        request.reserved_blocks = 0
         for rank, filled in results.items():
             if rank:
                 self._plane.verifier.add(filled.counts)
@@ -294,10 +298,9 @@ class DecodeEngine:
 
     def _end(self, request: DecodeRequest, answer: Answer) -> None:
         self._plane.manager.active.ended(request.decode_transfer.request_id)
-        if request.owns_hbm:
-            self._plane.hbm.free(request.hbm_blocks)
-            request.hbm_blocks = ()
-            self._plane.hbm_changed()
+        self._plane.hbm.free(request.hbm_blocks[request.reserved_blocks :])
+        request.hbm_blocks, request.reserved_blocks = (), 0
+        self._plane.hbm_changed()
         request.deliver(answer)
 
 

@@ -86,6 +86,6 @@ class DecodeRequest:
         self.computed_tokens = decode_transfer.prompt_tokens - (0 if prior_tokens else 1)
         self.capacity_tokens = decode_transfer.prompt_tokens + len(prior_tokens) + max_tokens
         self.hbm_blocks: tuple[int, ...] = ()
-        #: Whether it frees its blocks at its end; until its KV is complete a reservation has them.
-        self.owns_hbm = True
+        #: How many of its blocks belong to a reservation, which they do until its KV is complete.
+        self.reserved_blocks = 0
         self.aborted = False
