@@ -27,6 +27,7 @@ from dualpath.core.control import (
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.counters import Counter
+from dualpath.engine.threads import LEAVE_S, OS_THREADS, TimeLimit
 
 BLOCKS = 6
 TOKENS = BLOCKS * GEOMETRY.block_tokens
@@ -217,6 +218,20 @@ def test_the_end_of_a_session_quarantines_hbm_unless_all_kv_is_there(
     cluster.de.command(Registered())
     cluster.de.command(Release("r", "former session"))
     assert free_blocks(cluster) == whole
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_an_engine_opens_no_other_data_plane_while_a_pe_may_write_to_its_hbm(
+    cluster: ToyCluster, arrived: bool
+) -> None:
+    prompt = Prompt(cluster, "r")
+    prompt.reserve()
+    prompt.prefill()
+    if arrived:
+        prompt.confirm()
+        cluster.de.held.wait_for_none()
+    cluster.de.manager.end_session("its weights change")
+    assert cluster.de.manager.close(TimeLimit(OS_THREADS, LEAVE_S)) is arrived
 
 
 def test_a_waiting_reservation_ends_with_its_release_and_the_next_one_is_granted(

@@ -141,7 +141,7 @@ class PartViews:
     def of_hbm(self, views: Sequence[RegionInfo]) -> tuple[RegionInfo, ...]:
         """Return a peer's views of its HBM, one per part of each layer in order.
 
-        None if its blocks are cut differently from this rank's: then it gets KV in its buffer.
+        Empty if its blocks are cut differently from this rank's: then it gets KV in its buffer.
         """
         sizes = [moved.size_bytes for moved in self._moved]
         return tuple(views) if [view.piece_bytes for view in views] == sizes else ()
