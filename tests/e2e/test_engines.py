@@ -54,8 +54,8 @@ def engines(
         names = [
             cluster.start_engine(Role.PREFILL, 0, layer_buffers=2),
             cluster.start_engine(Role.PREFILL, 1, layer_buffers=1, transport="nixl"),
-            cluster.start_engine(Role.DECODE, 0),
-            cluster.start_engine(Role.DECODE, 1),
+            cluster.start_engine(Role.DECODE, 0, hbm_bytes=decode_hbm_bytes(cluster)),
+            cluster.start_engine(Role.DECODE, 1, hbm_bytes=decode_hbm_bytes(cluster)),
         ]
         request.getfixturevalue("truth")
         cluster.wait_for(*names)
@@ -70,8 +70,15 @@ def at_decode(rule, turn, *hit):
     return choose_reads(SIDES_IN_TURN, DE_SIDE, *hit)
 
 
-#: At a decode engine that receives prompts in HBM.
+#: Of a decode engine that receives prompts in HBM; a prompt fits it, and what is left.
 RECEIVE_SHARE = 0.4
+
+
+def decode_hbm_bytes(engines: EngineCluster) -> int:
+    """Return the KV memory of a decode engine, which must hold two prompts to receive them."""
+    return HBM_BYTES * (2 if engines.settings.handover is Handover.HBM else 1)
+
+
 PATHS = {"pe-path": at_prefill, "de-path": at_decode, "split": choose_reads}
 
 
@@ -157,11 +164,10 @@ def test_fewer_layer_buffers_admit_more_tokens_in_the_same_memory(engines: Engin
     layers = engines.storage.geometry.layers
     all_layers_tokens = HBM_BYTES // engines.storage.geometry.bytes_per_token
     null_block_tokens = engines.storage.geometry.block_tokens
-    blocks = all_layers_tokens // null_block_tokens
-    in_hbm = engines.settings.handover is Handover.HBM
-    receiving_tokens = int(blocks * RECEIVE_SHARE) * null_block_tokens if in_hbm else 0
-    whole_tokens = all_layers_tokens - null_block_tokens
-    assert infos["de-0"].hbm_tokens == whole_tokens - receiving_tokens
+    decode_tokens = decode_hbm_bytes(engines) // engines.storage.geometry.bytes_per_token
+    share = RECEIVE_SHARE if engines.settings.handover is Handover.HBM else 0
+    receiving_tokens = int(decode_tokens // null_block_tokens * share) * null_block_tokens
+    assert infos["de-0"].hbm_tokens == decode_tokens - receiving_tokens - null_block_tokens
     assert infos["pe-0"].hbm_tokens == all_layers_tokens * layers // 2 - null_block_tokens
     assert infos["pe-1"].hbm_tokens == all_layers_tokens * layers - null_block_tokens
 
