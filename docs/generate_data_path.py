@@ -82,10 +82,9 @@ caches in DRAM is not read. Blocks that the append fills are stored as generated
 
 
 _HBM_TEXT = """\
-Beyond the paper, with [`handover`](../architecture.md#hand-over-in-hbm) `hbm`, which so far the
-simulator plays and no engine does. The DE's buffer holds the hits that the DE has read; if it
-caches blocks in DRAM, the hits that the PE has sent leave HBM as `generated` too. Here the split
-read, in two chunks:
+Beyond the paper, with [`handover`](../architecture.md#hand-over-in-hbm) `hbm`. The DE's buffer
+holds the hits that the DE has read; if it caches blocks in DRAM, the hits that the PE has sent
+leave HBM as `generated` too. Here the split read, in two chunks:
 """
 
 

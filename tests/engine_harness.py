@@ -30,6 +30,7 @@ from dualpath.core.control import (
     Reserved,
     RouterMessage,
 )
+from dualpath.core.errors import BufferTooSmallError
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
@@ -106,6 +107,61 @@ class HeldBlocks:
             assert self.changed.wait_for(lambda: not self.now, GUARD_S)
 
 
+class ToyHbm(HeldBlocks):
+    """Allocates HBM blocks, for requests that the engine has not got yet as well."""
+
+    def __init__(self, blocks: int, block_tokens: int) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self._block_tokens = block_tokens
+        self._reserved: dict[str, tuple[int, ...]] = {}
+        self._owned: dict[str, tuple[int, ...]] = {}
+        self._waiting: dict[str, tuple[int, Callable[[tuple[int, ...]], None]]] = {}
+        self.takes_free_hbm = True
+
+    @property
+    def free(self) -> set[int]:
+        """The blocks that a request could get now."""
+        used = {b for taken in (self._reserved, self._owned) for of in taken.values() for b in of}
+        return set(range(self.blocks)) - used - self.now
+
+    def check(self, request_id: str, prompt_tokens: int, new_tokens: int) -> None:
+        most = self.blocks * self._block_tokens
+        if prompt_tokens + new_tokens > most:
+            raise BufferTooSmallError(f"{prompt_tokens + new_tokens} tokens, at most {most} fit")
+
+    def reserve(
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        new_tokens: int,
+        granted: Callable[[tuple[int, ...]], None],
+    ) -> None:
+        self._waiting[request_id] = -(-(prompt_tokens + new_tokens) // self._block_tokens), granted
+        self._grant()
+
+    def end_reservation(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+        self._reserved.pop(request_id, None)
+        self._grant()
+
+    def hand_over(self, request_id: str) -> None:
+        self._owned[request_id] = self._reserved.pop(request_id)
+
+    def end(self, request_id: str) -> None:
+        """The engine's own request is over."""
+        del self._owned[request_id]
+        self._grant()
+
+    def _grant(self) -> None:
+        for request_id, (count, granted) in list(self._waiting.items()):
+            if count > len(free := sorted(self.free, reverse=True)):
+                return
+            del self._waiting[request_id]
+            self._reserved[request_id] = tuple(free[:count])
+            granted(self._reserved[request_id])
+
+
 class ToyEngine:
     """A traffic manager, its HBM, and the messages it sends to the router."""
 
@@ -159,7 +215,8 @@ class ToyEngine:
         self.epoch = "epoch-1"
         self.outbox: queue.Queue[Message] = queue.Queue()
         transport = InProcessTransport(f"{engine_id}-{self.epoch}", fabric)
-        self.held = HeldBlocks()
+        self.pool = ToyHbm(hbm_blocks, geometry.block_tokens)
+        self.held: HeldBlocks = self.pool
         self.manager = TrafficManager(
             self.settings,
             geometry,
@@ -170,6 +227,7 @@ class ToyEngine:
             open_device(),
             threads=threads,
             holder=self.held,
+            hbm_pool=self.pool,
         )
         self._kept: list[Message] = []
 

@@ -669,3 +669,29 @@ def test_device_memory_is_refused() -> None:
     transport = open_shared_memory("pe", InProcessFabric())
     with pytest.raises(ConfigError, match="is in VRAM"):
         transport.register(RegionInfo("hbm", 1, 1, 1, 1, memory="VRAM"), None)
+
+
+def test_memory_of_a_peer_that_cannot_be_mapped_is_reached_through_the_network() -> None:
+    """Its buffer is in a memory file, its HBM is not: one connection, two ways."""
+    fabric = InProcessFabric()
+    networks = [InProcessTransport(name, fabric) for name in ("near-pe", "near-de")]
+    pe, de = (NearestTransport(open_shared_memory(n.agent, fabric), n) for n in networks)
+    prefill, decode = Engine(pe, 1), Engine(de, 2)
+    hbm = allocate_registered(PIECES * STRIDE_BYTES)
+    region = RegionInfo("hbm", hbm.address, STRIDE_BYTES, PIECE_BYTES, PIECES)
+    de.register(region, hbm)
+    pe.connect(de.info(), [region.part("hbm-kv.0.0", 0, PIECE_BYTES)])
+    to_buffer = pe.post(Direction.WRITE, "kv", [0], "near-de", "kv", [1])
+    to_hbm = pe.post(Direction.WRITE, "kv", [0], "near-de", "hbm-kv.0.0", [2])
+    assert not networks[0]._unfinished.keys() >= {to_buffer}, "it is mapped"
+    assert networks[0]._unfinished.keys() >= {to_hbm}
+    for transfer in (to_buffer, to_hbm):
+        assert finish(transfer) is TransferState.DONE
+        transfer.release()
+    assert decode.piece(1) == prefill.piece(0)
+    assert bytes(hbm.view(2 * STRIDE_BYTES, PIECE_BYTES)) == prefill.piece(0)
+    fabric.kill("near-de")
+    lost = pe.post(Direction.WRITE, "kv", [0], "near-de", "kv", [3])
+    assert finish(lost) is TransferState.DONE, "the mapping does not depend on the network"
+    for transport in (pe, de):
+        transport.close()

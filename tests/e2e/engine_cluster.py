@@ -93,6 +93,7 @@ class EngineCluster:
             engine_wait_s=START_S,
             dram_tier=self.settings.dram_tier,
             append_at_decode_tokens=self.settings.append_at_decode_tokens,
+            handover=self.settings.handover,
         )
         self.service = RouterService(router, calls, adapter_paths=adapter_paths(args))
         await self.service.start()

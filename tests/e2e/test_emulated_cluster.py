@@ -18,7 +18,7 @@ from tests.guard import GUARD_S
 from tests.stored_runs import stored_head
 
 from dualpath.core.blocks import BlockGeometry, block_keys
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.launch.process import ManagedProcess, SpawnedProcess, Supervisor
 from dualpath.plan.counts import new_full_blocks
 from dualpath.router.service import RouterService
@@ -97,7 +97,7 @@ async def ended(process: ManagedProcess) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def engines(
-    folder: Path, control: str, mode: Mode, prefill: int, decode: int
+    folder: Path, control: str, mode: Mode, prefill: int, decode: int, *own: str
 ) -> AsyncIterator[list[str]]:
     """Run engine processes; yields their URLs.  None of them may print anything else."""
     (folder / "costs.toml").write_text(COSTS)
@@ -105,7 +105,7 @@ async def engines(
     with Processes(folder, mode) as started:
         for name in names:
             role = name.partition("-")[0]
-            more = (*ENGINE, *STORED.get(mode, ()), "--engine-id", name)
+            more = (*ENGINE, *STORED.get(mode, ()), "--engine-id", name, *own)
             started.start(f"{mode.value}-{name}", role, control, *more)
         lines = [await first_line(process) for process in started.processes]
         yield [found[0] for line in lines if (found := re.findall(r"http://[\d.:]+\d", line))]
@@ -179,20 +179,33 @@ async def verified_and_wrong(urls: list[str]) -> tuple[int, int]:
     return verified, wrong
 
 
-async def played(folder: Path, mode: Mode, prefill: int, decode: int) -> list[list[list[int]]]:
-    """Play all agents on a cluster of its own, check it, return what was generated."""
+async def played(
+    folder: Path,
+    mode: Mode,
+    prefill: int,
+    decode: int,
+    *own: str,
+    handover: Handover = Handover.BUFFER,
+) -> list[list[list[int]]]:
+    """Play all agents on a cluster of its own, check it, return what was generated.
+
+    ``own`` are more arguments of its engines.
+    """
     folder.mkdir()
     (folder / STORAGE_KEY).write_text(KEY)
     (folder / STORAGE_KEY).chmod(0o600)
-    async with emulated_router(RouterSettings(mode=mode), "127.0.0.1", 0) as (endpoint, service):
+    settings = RouterSettings(mode=mode, handover=handover)
+    async with emulated_router(settings, "127.0.0.1", 0) as (endpoint, service):
         address = service.scheduler.server.address
-        async with engines(folder, address, mode, prefill, decode) as urls:
+        async with engines(folder, address, mode, prefill, decode, *own) as urls:
             await service.wait_ready(prefill, decode, GUARD_S)
             player = Player(folder, endpoint, service, mode)
             agents = await player.play()
             verified, wrong = await verified_and_wrong(urls)
             assert wrong == 0
             assert (verified > 0) == mode.moves_bytes
+            received = {one["handover"] for one in service.status()["assignments"]}
+            assert received == {handover.value}
     assert [[hits for _, hits in rounds] for rounds in agents] == ideal_hits(player.geometry)
     assert service.metrics.retries == 0
     return [[tokens for tokens, _ in rounds] for rounds in agents]
@@ -214,6 +227,22 @@ async def test_agents_get_the_same_answers_in_all_modes_and_every_byte_is_right(
     assert [[len(tokens) for tokens in rounds] for rounds in answers[0]] == [
         [generate for _, generate in rounds] for rounds in AGENTS
     ]
+
+
+async def test_kv_arrives_in_hbm_through_memory_files_and_through_nixl(tmp_path: Path) -> None:
+    """No layer has a window: with windows engines receive KV in their buffer."""
+    layers = ("--layer-parts", "192+64*3,512,128+64*2")
+    answers = await asyncio.gather(
+        played(tmp_path / "buffer", Mode.SPLIT, 1, 2, *layers),
+        *(
+            played(
+                *(tmp_path / way, Mode.SPLIT, 1, 2, *layers, "--transport", way),
+                handover=Handover.HBM,
+            )
+            for way in ("auto", "nixl", "memory")
+        ),
+    )
+    assert answers[1:] == answers[:-1]
 
 
 async def test_a_request_survives_the_end_of_its_decode_engine(tmp_path: Path) -> None:

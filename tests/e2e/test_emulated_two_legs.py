@@ -11,9 +11,10 @@ from tests.emulated_cluster import Cluster, cluster, engine_settings
 from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.wire import GENERATE_PATH
+from dualpath.router.two_legs import EXPECTED_NEW_TOKENS
 from dualpath_lab.emulated.process import emulated_engine
 
 PROMPT = list(range(1, 41))
@@ -65,9 +66,15 @@ class Legs:
 
 
 @contextlib.asynccontextmanager
-async def legs(folder: Path, mode: Mode, decode: int = 1) -> AsyncIterator[Legs]:
+async def legs(
+    folder: Path, mode: Mode, decode: int = 1, handover: Handover = Handover.BUFFER
+) -> AsyncIterator[Legs]:
     router = RouterSettings(
-        mode=mode, front_ends_port=0, first_leg_timeout_s=0.1, second_leg_timeout_s=GUARD_S
+        mode=mode,
+        front_ends_port=0,
+        first_leg_timeout_s=0.1,
+        second_leg_timeout_s=GUARD_S,
+        handover=handover,
     )
     async with (
         cluster(folder, mode, 0, 0, router=router) as made,
@@ -87,11 +94,19 @@ async def legs(folder: Path, mode: Mode, decode: int = 1) -> AsyncIterator[Legs]
         yield Legs(made)
 
 
-@pytest.mark.parametrize("mode", [Mode.SPLIT, Mode.DUALPATH, Mode.BASIC])
+@pytest.mark.parametrize(
+    ("mode", "handover"),
+    [
+        (Mode.SPLIT, Handover.BUFFER),
+        (Mode.SPLIT, Handover.HBM),
+        (Mode.DUALPATH, Handover.BUFFER),
+        (Mode.BASIC, Handover.BUFFER),
+    ],
+)
 async def test_turns_in_two_legs_find_what_earlier_turns_have_stored(
-    mode: Mode, tmp_path: Path
+    mode: Mode, handover: Handover, tmp_path: Path
 ) -> None:
-    async with legs(tmp_path / "kv", mode) as proxy:
+    async with legs(tmp_path / "kv", mode, handover=handover) as proxy:
         made = proxy.made
         answer, hits = await proxy.both(PROMPT, 12)
         assert hits == 0
@@ -104,6 +119,19 @@ async def test_turns_in_two_legs_find_what_earlier_turns_have_stored(
         await proxy.over()
         assert made.counts(0) > 0
         assert made.counts(1) == 0, "no wrong byte"
+
+
+async def test_a_second_leg_may_generate_more_than_its_prompt_has_reserved_in_hbm(
+    tmp_path: Path,
+) -> None:
+    """The first leg does not know how many tokens its second leg generates."""
+    more = EXPECTED_NEW_TOKENS + 30
+    async with legs(tmp_path / "kv", Mode.SPLIT, handover=Handover.HBM) as proxy:
+        made = proxy.made
+        answer, _ = await proxy.both(PROMPT, more)
+        assert answer == (await made.ask(PROMPT, more, cache_salt="other"))[0]
+        await made.idle()
+        assert made.counts(1) == 0
 
 
 async def test_both_legs_at_once_and_a_second_leg_with_another_prompt(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Real engines answer like one plain vLLM engine: on every path, and under every failure.
 
-Four engines are started; two of them are killed and restarted, two drain at the end.
+Four engines are started; two of them are killed and restarted, two drain at the end.  All of it
+happens twice: decode engines receive prompts in their buffer, then in their HBM.
 """
 
 import re
@@ -26,13 +27,17 @@ from tests.guard import GUARD_S
 
 from dualpath.core.blocks import tenant_tag
 from dualpath.core.cluster import Role
+from dualpath.core.modes import Handover
 from dualpath.policy import read_side
 from dualpath.policy.read_side import DE_SIDE, PE_READS, SIDES_IN_TURN, choose_reads
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module",
+    params=[Handover.BUFFER, pytest.param(Handover.HBM, marks=pytest.mark.long)],
+)
 def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineCluster]:
@@ -42,13 +47,15 @@ def engines(
     the plain engine computes the reference.
     """
     folder = tmp_path_factory.mktemp("engines")
-    settings = tiny_cluster_settings(tiny_model(), folder / "storage")
+    settings = tiny_cluster_settings(
+        tiny_model(), folder / "storage", handover=request.param, receive_hbm_share=RECEIVE_SHARE
+    )
     with EngineCluster(settings, folder) as cluster:
         names = [
             cluster.start_engine(Role.PREFILL, 0, layer_buffers=2),
             cluster.start_engine(Role.PREFILL, 1, layer_buffers=1, transport="nixl"),
-            cluster.start_engine(Role.DECODE, 0),
-            cluster.start_engine(Role.DECODE, 1),
+            cluster.start_engine(Role.DECODE, 0, hbm_bytes=decode_hbm_bytes(cluster)),
+            cluster.start_engine(Role.DECODE, 1, hbm_bytes=decode_hbm_bytes(cluster)),
         ]
         request.getfixturevalue("truth")
         cluster.wait_for(*names)
@@ -61,6 +68,15 @@ def at_prefill(rule, turn, *hit):
 
 def at_decode(rule, turn, *hit):
     return choose_reads(SIDES_IN_TURN, DE_SIDE, *hit)
+
+
+#: Of a decode engine that receives prompts in HBM; a prompt fits it, and what is left.
+RECEIVE_SHARE = 0.4
+
+
+def decode_hbm_bytes(engines: EngineCluster) -> int:
+    """Return the KV memory of a decode engine, which must hold two prompts to receive them."""
+    return HBM_BYTES * (2 if engines.settings.handover is Handover.HBM else 1)
 
 
 PATHS = {"pe-path": at_prefill, "de-path": at_decode, "split": choose_reads}
@@ -90,13 +106,16 @@ def test_agents_on_all_paths_get_a_plain_engines_tokens(
     assert (engines.total("storage_read_bytes", "pe-0", "pe-1") > at_pe) is (path != "de-path")
     assert (engines.total("storage_read_bytes", "de-0", "de-1") > at_de) is (path != "pe-path")
     assert engines.total("transfer_failures") == engines.total("persist_dropped_blocks") == 0
+    handover = engines.settings.handover
+    assert {note.handover for note in engines.assignments()} == {handover}
 
 
 def test_kv_moves_through_shared_memory_except_where_nixl_is_set(engines: EngineCluster) -> None:
     shared, nixl = ((engines.folder / f"{name}.log").read_text() for name in ("pe-0", "pe-1"))
     for name in ("de-0", "de-1"):
         assert re.search(rf"this engine reaches {name}-\w+ through shared memory", shared)
-    assert "through the network" not in shared
+    if engines.settings.handover is Handover.BUFFER:
+        assert "through the network" not in shared
     assert "this engine reaches" not in nixl
 
 
@@ -153,7 +172,10 @@ def test_fewer_layer_buffers_admit_more_tokens_in_the_same_memory(engines: Engin
     layers = engines.storage.geometry.layers
     all_layers_tokens = HBM_BYTES // engines.storage.geometry.bytes_per_token
     null_block_tokens = engines.storage.geometry.block_tokens
-    assert infos["de-0"].hbm_tokens == all_layers_tokens - null_block_tokens
+    decode_tokens = decode_hbm_bytes(engines) // engines.storage.geometry.bytes_per_token
+    share = RECEIVE_SHARE if engines.settings.handover is Handover.HBM else 0
+    receiving_tokens = int(decode_tokens // null_block_tokens * share) * null_block_tokens
+    assert infos["de-0"].hbm_tokens == decode_tokens - receiving_tokens - null_block_tokens
     assert infos["pe-0"].hbm_tokens == all_layers_tokens * layers // 2 - null_block_tokens
     assert infos["pe-1"].hbm_tokens == all_layers_tokens * layers - null_block_tokens
 

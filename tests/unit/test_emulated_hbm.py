@@ -49,3 +49,35 @@ def test_a_block_held_twice_must_be_released_twice() -> None:
     assert made.free_tokens == 0
     made.unhold(blocks)
     assert made.free_tokens == BLOCKS * GEOMETRY.block_tokens
+
+
+def test_requests_and_reservations_get_blocks_in_the_order_in_which_they_asked() -> None:
+    made, order = hbm(), list[str]()
+    tokens = (BLOCKS - 1) * GEOMETRY.block_tokens
+    made.reserve("first", tokens, 0, lambda blocks: order.append("first"))
+    held: list[tuple[int, ...]] = []
+
+    def granted(blocks: tuple[int, ...]) -> None:
+        order.append("request")
+        held.append(blocks)
+
+    made.request("request", BLOCKS, granted)
+    made.reserve("last", 1, 0, lambda blocks: order.append("last"))
+    assert order == ["first"], "a block is free, but the request before the last one needs more"
+    made.end_reservation("first")
+    assert order == ["first", "request"]
+    made.free(held[0])
+    assert order == ["first", "request", "last"]
+
+
+def test_a_reservation_that_ends_while_it_waits_lets_others_pass() -> None:
+    made, order = hbm(), list[str]()
+    tokens = BLOCKS * GEOMETRY.block_tokens
+    for name in ("first", "second", "third"):
+        made.reserve(name, tokens, 0, lambda blocks, name=name: order.append(name))  # type: ignore[misc]
+    made.end_reservation("second")
+    made.end_reservation("first")
+    assert order == ["first", "third"]
+    made.hand_over("third")
+    made.end_reservation("third")
+    assert made.free_tokens == 0, "the engine's request has the blocks"

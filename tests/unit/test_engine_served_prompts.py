@@ -8,10 +8,12 @@ from tests.engine_harness import GEOMETRY
 from dualpath.core.blocks import block_keys
 from dualpath.core.control import Persist
 from dualpath.engine.buffer.block_buffer import BlockBuffer
+from dualpath.engine.buffer.hbm_reservations import HbmReservations
 from dualpath.engine.control.assigned_requests import ActiveRequests, ServedPrompts
 from dualpath.engine.io.persister import Persister, WriteTask
+from dualpath.engine.passes.pass_transfers import NoHolder
 from dualpath.engine.ranks.rank import Rank
-from dualpath.engine.threads import OS_THREADS
+from dualpath.engine.threads import OS_THREADS, Health
 
 
 class FilledMeanwhile(ActiveRequests):
@@ -32,11 +34,14 @@ def test_a_prompt_is_stored_and_cached_though_its_slots_are_freed_at_that_moment
     buffer, active = BlockBuffer(GEOMETRY, slots, lambda grant: None), FilledMeanwhile()
     active.buffer = buffer
     writes: list[WriteTask] = []
-    rank = SimpleNamespace(geometry=GEOMETRY, counters=None, trace=None)
+    rank = SimpleNamespace(geometry=GEOMETRY, counters=None, trace=None, health=Health())
     prompts = ServedPrompts(
         *(cast(Rank, rank), active, buffer),
         cast(Persister, SimpleNamespace(add=writes.append)),
         lambda message: None,
+        HbmReservations(None),
+        lambda new, hits: None,
+        NoHolder(),
         moves_bytes=True,
     )
     keys = block_keys(tuple(range(3 * GEOMETRY.block_tokens)), GEOMETRY.block_tokens)

@@ -56,6 +56,55 @@ def test_transfers_of_the_router_are_valid() -> None:
         made.check(transfer, TOKENS + 1)
 
 
+IN_HBM = DecodeTransfer(
+    "r", TOKENS, (), hits=(HitRun(Role.DECODE, BlockRun(1, 2), (4, 7)),), in_hbm=True
+)
+
+
+def test_transfers_of_a_hand_over_in_hbm_are_valid() -> None:
+    blocks = tuple(range(1000, 1004))
+    prefill = msgspec.structs.replace(PREFILL, de_slots=(), de_hbm_blocks=blocks)
+    for role, transfer in ((Role.PREFILL, prefill), (Role.DECODE, IN_HBM)):
+        made = checks(role)
+        assert made.carried(to_transfer_params(transfer)) == transfer
+        made.check(transfer, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "named"),
+    [
+        (msgspec.structs.replace(PREFILL, de_hbm_blocks=(1, 2, 3, 4)), "de_slots are .* 0 of"),
+        (
+            msgspec.structs.replace(PREFILL, de_slots=(), de_hbm_blocks=(1, 2, 3)),
+            r"de_hbm_blocks are \[1, 2, 3\], 4 of",
+        ),
+        (msgspec.structs.replace(IN_HBM, slots=(1, 2, 3, 4)), "slots are .* 0 of a buffer"),
+        (
+            msgspec.structs.replace(
+                IN_HBM, hits=(HitRun(Role.DECODE, BlockRun(1, 2), (4, BUFFER_SLOTS)),)
+            ),
+            "2 of a buffer of 8",
+        ),
+        (
+            msgspec.structs.replace(IN_HBM, hits=(HitRun(Role.PREFILL, BlockRun(0, 1), (1,)),)),
+            "hits at block 0 of the prefill engine",
+        ),
+        (msgspec.structs.replace(IN_HBM, hits=IN_HBM.hits * 2), "decode engine from block 3 on"),
+        (
+            msgspec.structs.replace(IN_HBM, hits=(HitRun(Role.DECODE, BlockRun(3, 1), (1,)),)),
+            "4 hit blocks, of at most 3",
+        ),
+        (msgspec.structs.replace(IN_HBM, hit_key_tail=b"k"), "whole prompt whose KV is in HBM"),
+    ],
+)
+def test_a_hand_over_in_hbm_that_fits_neither_prompt_nor_buffer_is_named(
+    transfer: PrefillTransfer | DecodeTransfer, named: str
+) -> None:
+    role = Role.PREFILL if isinstance(transfer, PrefillTransfer) else Role.DECODE
+    with pytest.raises(BadRequestError, match=named):
+        checks(role).check(transfer, TOKENS)
+
+
 def test_a_request_without_a_transfer_carries_none() -> None:
     assert checks(Role.PREFILL).carried(None) is None
     assert checks(Role.PREFILL).carried({"do_remote_decode": True}) is None

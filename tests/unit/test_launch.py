@@ -11,8 +11,8 @@ import pytest
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
-from dualpath.launch.commands import engine_command, router_command
+from dualpath.core.modes import Handover, Mode
+from dualpath.launch.commands import engine_command, engine_extra_config, router_command
 from dualpath.launch.local_cluster import LocalCluster
 from dualpath.launch.settings import LocalClusterSettings
 
@@ -108,7 +108,10 @@ def test_front_ends_reach_the_router_and_do_without_a_standby() -> None:
         ({"buffer_bytes": 0}, "buffer_bytes is 0"),
         ({"layer_buffers": -1}, "layer_buffers is -1; it must be at least 0"),
         ({"port": 70000}, "port is 70000; it must be between 0 and 65535"),
-        ({"handover": "hbm"}, "handover.* is hbm, which only `dualpath simulate`"),
+        (
+            {"handover": "hbm", "receive_hbm_share": 0.0},
+            "handover.* is hbm and .*receive_hbm_share.* is 0",
+        ),
         ({"units": 0}, "units is 0; it must be at least 1"),
         ({"units": 2}, "units.* is 2 and .*front_ends.* is 0; set"),
         (
@@ -120,6 +123,14 @@ def test_front_ends_reach_the_router_and_do_without_a_standby() -> None:
 def test_absurd_sizes_are_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(**change)
+
+
+def test_decode_engines_receive_prompts_in_hbm_only_where_they_are_handed_over_there() -> None:
+    shares = {Handover.BUFFER: None, Handover.HBM: 0.25, Handover.AUTO: 0.25}
+    for handover, share in shares.items():
+        made = settings(handover=handover)
+        extras = [engine_extra_config(made, role, "e", "e", "u", "r") for role in Role]
+        assert [extra.get("receive_hbm_share") for extra in extras] == [None, share]
 
 
 def test_a_model_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from tests.unit.router_fakes import FakeEngine
 
 from dualpath.core.cluster import GroupRank, Role, Writer
 from dualpath.core.errors import EngineRefusedError
+from dualpath.core.modes import Handover, Mode
 from dualpath.core.sessions import Event
 from dualpath.router.scheduler import registry as registry_module
 from dualpath.router.scheduler.registry import Registry
@@ -172,3 +173,26 @@ async def test_no_more_engines_may_live_than_a_router_can_have(
         admit(registry, "p2")
     lose(registry, "p0")
     admit(registry, "p2")
+
+
+@pytest.mark.parametrize("mode", [Mode.DUALPATH, Mode.BASIC])
+async def test_an_engine_that_cannot_hand_over_in_hbm_is_refused_where_that_is_done(
+    mode: Mode,
+) -> None:
+    hello = FakeEngine("d0", Role.DECODE, set()).hello()
+    geometry = msgspec.structs.replace(hello.namespace.geometry, layer_windows=())
+    hello = msgspec.structs.replace(
+        hello,
+        mode=mode.value,
+        namespace=msgspec.structs.replace(hello.namespace, geometry=geometry),
+        hbm_refusal="it has 2 ranks",
+    )
+    assert Registry(mode).admit(hello) is not None
+    registry = Registry(mode, handover=Handover.AUTO)
+    if mode is Mode.BASIC:
+        assert registry.admit(hello) is not None, "baselines use the buffer"
+        return
+    with pytest.raises(EngineRefusedError, match="it has 2 ranks; or start the router with"):
+        registry.admit(hello)
+    able = msgspec.structs.replace(hello, hbm_refusal="")
+    assert registry.admit(able) is not None

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from dualpath.core.blocks import WHOLE, PartSlice, slices_of
 from dualpath.core.cluster import Role
-from dualpath.core.errors import ConfigError
+from dualpath.core.errors import BufferTooSmallError, ConfigError
 from dualpath.core.rates import Rate, RateOrigin
-from dualpath.engine.buffer.engine_memory import allocated
+from dualpath.engine.buffer.hbm_reservations import Granted
 from dualpath.engine.control.membership import Membership, ServedModel
 from dualpath.engine.control.surroundings import LIVE, Surroundings
 from dualpath.engine.control.traffic_manager import TrafficManager
@@ -28,6 +29,7 @@ from dualpath.engine.ranks.group import RankGroup
 from dualpath.engine.ranks.rank import rank_place
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.transport.contract import RegionInfo
+from dualpath.transport.memory import allocate_registered, allocate_shared
 from dualpath_lab.emulated.checkable_kv import CheckedAt, KvFunction, Seeds, Verifier, Words
 from dualpath_lab.emulated.ranks import FollowerRank, LeaderRank, OnlyRank
 from dualpath_lab.emulated.settings import WORD_BYTES, EmulatedSettings, Verify
@@ -36,14 +38,30 @@ from dualpath_lab.emulated.settings import WORD_BYTES, EmulatedSettings, Verify
 # HBM of an emulated engine: registered DRAM with the layout of an engine's KV memory.
 
 
+class _Reservation(NamedTuple):
+    """The owner of blocks that are reserved for a request that the engine has not got yet."""
+
+    request_id: str
+
+
+class _Waiting(NamedTuple):
+    owner: object
+    blocks: int
+    granted: Granted
+
+
 class EmulatedHbm:
     """Memory of ``hbm_bytes`` for ``regions`` layers of KV; layer l is in region l mod regions.
 
     A region is sized for the largest of its layers: block b of each of them begins at the same
     address, with its parts one after the other.  The memory holds whole blocks or the slice
     ``held`` of them, like ``function``.  Blocks are allocated for whole requests; ``allocate`` and
-    ``free`` may be called from any thread.  Raises ``ConfigError`` if not even one block fits.
+    ``free`` may be called from any thread.  Requests that wait for blocks get them FIFO.  With
+    ``shared`` the memory is a file that other engines of the machine can map.  Raises
+    ``ConfigError`` if not even one block fits.
     """
+
+    takes_free_hbm = True
 
     def __init__(
         self,
@@ -54,6 +72,7 @@ class EmulatedHbm:
         held: PartSlice = WHOLE,
         *,
         touch: bool = False,
+        shared: bool = False,
     ) -> None:
         geometry = function.geometry
         layers = range(geometry.layers)
@@ -67,7 +86,10 @@ class EmulatedHbm:
         self._geometry = geometry
         self._slice = held
         self._function = function
-        self._memory = allocated(self.blocks * sum(sizes), touch=touch)
+        size_bytes = self.blocks * sum(sizes)
+        self._memory = allocate_shared(size_bytes) if shared else allocate_registered(size_bytes)
+        if touch:
+            self._memory.touch()
         self._regions = [
             RegionInfo(f"hbm.{index}", address, size, size, self.blocks)
             for index, (address, size) in enumerate(
@@ -79,14 +101,20 @@ class EmulatedHbm:
         self._held: Counter[int] = Counter()
         #: Blocks that were freed while held.
         self._freed_while_held: set[int] = set()
-        #: Called when released blocks become free.
+        self._waiting: deque[_Waiting] = deque()
+        #: Blocks that are reserved for requests that the engine has not got yet.
+        self._reserved: dict[str, tuple[int, ...]] = {}
+        #: Called when released blocks become free, or blocks are reserved.
         self.on_freed: Callable[[], None] = lambda: None
         self._lock = threads.lock()
+        #: Guards the queue and the reservations; taken before the lock of the free blocks.
+        self._granting = threads.lock()
 
     def layout(self) -> HbmLayout:
         """Describe the memory to the traffic manager."""
         capacity_tokens = self.blocks * self._geometry.block_tokens
-        return shared_layers(self._regions, self._geometry, capacity_tokens, self._slice)
+        layout = shared_layers(self._regions, self._geometry, capacity_tokens, self._slice)
+        return msgspec.structs.replace(layout, owner=self._memory)
 
     def _region_of(self, layer: int) -> RegionInfo:
         return self._regions[layer % len(self._regions)]
@@ -123,6 +151,64 @@ class EmulatedHbm:
         with self._lock:
             self._free.extend(block for block in block_ids if block not in self._held)
             self._freed_while_held |= self._held.keys() & set(block_ids)
+        self._grant()
+
+    def request(self, owner: object, blocks: int, granted: Granted) -> None:
+        """Allocate blocks once they are free, FIFO; ``granted`` gets them, on any thread."""
+        with self._granting:
+            self._waiting.append(_Waiting(owner, blocks, granted))
+        self._grant()
+
+    def cancel(self, owner: object) -> None:
+        """End an owner's waiting; no effect if it does not wait (any more)."""
+        with self._granting:
+            self._waiting = deque(one for one in self._waiting if one.owner != owner)
+        self._grant()
+
+    def _grant(self) -> None:
+        """Allocate blocks for the owners at the head of the queue."""
+        while True:
+            with self._granting:
+                if not self._waiting or (blocks := self.allocate(self._waiting[0].blocks)) is None:
+                    return
+                owner, _, granted = self._waiting.popleft()
+                if isinstance(owner, _Reservation):
+                    self._reserved[owner.request_id] = blocks
+            granted(blocks)
+
+    def check(self, request_id: str, prompt_tokens: int, new_tokens: int) -> None:
+        """Raise ``BufferTooSmallError`` for more than the whole HBM; see ``HbmPool``."""
+        tokens, most = prompt_tokens + new_tokens, self.blocks * self._geometry.block_tokens
+        if tokens > most:
+            raise BufferTooSmallError(
+                f"request {request_id} needs HBM for {tokens} tokens before its prefill, this "
+                f"engine has {most}; give it more HBM"
+            )
+
+    def reserve(
+        self, request_id: str, prompt_tokens: int, new_tokens: int, granted: Granted
+    ) -> None:
+        """Reserve blocks for a prompt and its generated tokens; see ``HbmPool``."""
+
+        def reserved(blocks: tuple[int, ...]) -> None:
+            granted(blocks)
+            self.on_freed()
+
+        blocks = self._geometry.blocks_for(prompt_tokens + new_tokens)
+        self.request(_Reservation(request_id), blocks, reserved)
+
+    def end_reservation(self, request_id: str) -> None:
+        """Free reserved blocks, or end the waiting for them; see ``HbmPool``."""
+        self.cancel(_Reservation(request_id))
+        with self._granting:
+            blocks = self._reserved.pop(request_id, ())
+        self.free(blocks)
+        self.on_freed()
+
+    def hand_over(self, request_id: str) -> None:
+        """The engine's request owns the reserved blocks; see ``HbmPool``."""
+        with self._granting:
+            del self._reserved[request_id]
 
     def hold(self, hbm_blocks: tuple[int, ...]) -> None:
         """Do not reuse these blocks before ``unhold``; see ``BlockHolder``."""
@@ -138,6 +224,7 @@ class EmulatedHbm:
             self._freed_while_held -= freed
             self._free.extend(sorted(freed))
         if freed:
+            self._grant()
             self.on_freed()
 
     def layer(self, layer: int) -> tuple[Words, ...]:
@@ -220,6 +307,10 @@ class RankPlane:
             self.threads,
             self.held,
             touch=settings.engine.touch_memory,
+            # Prefill engines of this machine may map it, to send KV there.
+            shared=settings.engine.role is Role.DECODE
+            and settings.engine.transport != "nixl"
+            and end.size == 1,
         )
         self.engine_settings = settings.engine.of_rank(end.rank, "")
 
@@ -355,6 +446,7 @@ class DataPlane(RankPlane):
             holder=self.hbm,
             place=self.place,
             former_epoch=former_epoch,
+            hbm_pool=self.hbm,
         )
         if settings.engine.role is Role.PREFILL:
             costs = settings.costs

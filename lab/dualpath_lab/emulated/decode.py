@@ -44,7 +44,8 @@ class DecodeEngine:
         self._threads = plane.threads
         self._clock = ComputeClock(plane.now_s, plane.threads.sleep)
         self._wake = self._threads.condition()
-        self._waiting: deque[DecodeRequest] = deque()
+        #: Requests that wait for HBM.
+        self._waiting: dict[DecodeRequest, None] = {}
         self._filling: deque[DecodeRequest] = deque()
         self._fills: dict[int, _RunningFill] = {}
         self._numbers = itertools.count()
@@ -54,6 +55,7 @@ class DecodeEngine:
         self._steps = RankSteps(plane)
         self._thread: Thread | None = None
         plane.on_rank_event = self._on_filled
+        plane.hbm.on_freed = plane.hbm_changed
 
     def start(self) -> None:
         """Begin to serve."""
@@ -63,40 +65,60 @@ class DecodeEngine:
         """Stop after the current step; unfinished requests get no final answer."""
         with self._wake:
             self._closing = True
+            waiting, self._waiting = self._waiting, {}
             self._wake.notify()
+        for request in waiting:
+            self._plane.hbm.cancel(request)
         if self._thread is not None:
             self._thread.join()
         self._steps.close()
 
     def submit(self, request: DecodeRequest) -> None:
-        """Queue a prompt; HBM is allocated in FIFO order."""
+        """Queue a prompt; HBM is allocated in FIFO order, if it is not reserved for it already."""
+        if request.decode_transfer.in_hbm:
+            self._use_reserved(request)
+            return
         with self._wake:
-            self._waiting.append(request)
+            self._waiting[request] = None
             self._wake.notify()
-        self._place_waiting()
+        needed = self._plane.geometry.blocks_for(request.capacity_tokens)
+        self._plane.hbm.request(request, needed, functools.partial(self._placed, request))
 
     def abort(self, request: DecodeRequest) -> None:
         """Abort a request; its HBM is freed as soon as no transfer writes to it."""
         with self._wake:
             request.aborted = True
-            if request in self._waiting:
-                self._waiting.remove(request)
+            self._waiting.pop(request, None)
             self._wake.notify()
-        self._place_waiting()
+        self._plane.hbm.cancel(request)
 
-    def _place_waiting(self) -> None:
-        """Allocate HBM for waiting requests and start their H2D copies."""
+    def _placed(self, request: DecodeRequest, blocks: tuple[int, ...]) -> None:
+        """Start the H2D copy of a request that has got HBM."""
+        request.hbm_blocks += blocks
         with self._wake:
-            while self._waiting and not self._closing:
-                request = self._waiting[0]
-                needed = self._plane.geometry.blocks_for(request.capacity_tokens)
-                blocks = self._plane.hbm.allocate(needed)
-                if blocks is None:
-                    break
-                request.hbm_blocks = blocks
-                self._waiting.popleft()
-                self._steps.soon(functools.partial(self._compare_buffer, request))
+            self._waiting.pop(request, None)
+        self._steps.soon(functools.partial(self._compare_buffer, request))
         self._plane.hbm_changed()
+
+    def _use_reserved(self, request: DecodeRequest) -> None:
+        """Start the load of a request for which HBM is reserved; it fails if it is not any more.
+
+        Behind another proxy the answer may be longer than the reservation: more HBM is allocated.
+        """
+        request_id = request.decode_transfer.request_id
+        reserved = self._plane.manager.reserved_hbm.blocks_of(request_id)
+        if not reserved:
+            log.warning("request %s: no HBM is reserved for it any more", request_id)
+            self._end(request, Answer(finish_reason="error"))
+            return
+        request.hbm_blocks, request.reserved_blocks = reserved, len(reserved)
+        missing = self._plane.geometry.blocks_for(request.capacity_tokens) - len(reserved)
+        if missing > 0:
+            with self._wake:
+                self._waiting[request] = None
+            self._plane.hbm.request(request, missing, functools.partial(self._placed, request))
+        else:
+            self._steps.soon(functools.partial(self._compare_buffer, request))
 
     # ------------------------------------------------------------------ decode transfers
 
@@ -106,16 +128,18 @@ class DecodeEngine:
             return
         transfer = request.decode_transfer
         geometry, last_token = self._plane.geometry, transfer.prompt_tokens - 1
-        wrong = self._plane.verify_buffer(
-            CheckedAt.DE_BUFFER,
-            transfer.request_id,
-            transfer.slots,
-            request.prefix.seeds,
-            [geometry.seen_from(layer, last_token) for layer in range(geometry.layers)],
-        )
-        if wrong is not None:
-            self._end(request, Answer(finish_reason="error", error=wrong))
-            return
+        seen_from = [geometry.seen_from(layer, last_token) for layer in range(geometry.layers)]
+        for run in transfer.in_buffer:
+            wrong = self._plane.verify_buffer(
+                CheckedAt.DE_BUFFER,
+                transfer.request_id,
+                run.slots,
+                request.prefix.seeds[run.blocks.first :],
+                [max(first - run.blocks.first, 0) for first in seen_from],
+            )
+            if wrong is not None:
+                self._end(request, Answer(finish_reason="error", error=wrong))
+                return
         with self._wake:
             self._filling.append(request)
             self._wake.notify()
@@ -139,6 +163,7 @@ class DecodeEngine:
             log.warning("request %s: %s", request.decode_transfer.request_id, "; ".join(errors))
             self._end(request, Answer(finish_reason="error"))
             return
+        request.reserved_blocks = 0
         for rank, filled in results.items():
             if rank:
                 self._plane.verifier.add(filled.counts)
@@ -267,14 +292,15 @@ class DecodeEngine:
             self._fills.update((n, _RunningFill(request)) for n, request in numbered)
         for number, request in numbered:
             transfer = request.decode_transfer
-            seeds = request.prefix.seeds[: len(transfer.slots)]
+            loaded = transfer.loaded_blocks(self._plane.geometry.block_tokens)
+            seeds = request.prefix.seeds[:loaded]
             yield Fill(number, transfer, request.hbm_blocks, seeds)
 
     def _end(self, request: DecodeRequest, answer: Answer) -> None:
         self._plane.manager.ended(request.decode_transfer.request_id)
-        self._plane.hbm.free(request.hbm_blocks)
-        request.hbm_blocks = ()
-        self._place_waiting()
+        self._plane.hbm.free(request.hbm_blocks[request.reserved_blocks :])
+        request.hbm_blocks, request.reserved_blocks = (), 0
+        self._plane.hbm_changed()
         request.deliver(answer)
 
 

@@ -124,7 +124,7 @@ class RankSteps:
         if step.full:
             plane.mover.persist_generated(step.full)
         for fill in step.fills:
-            blocks = fill.hbm_blocks[: len(fill.decode_transfer.slots)]
+            blocks = fill.hbm_blocks[: len(fill.seeds)]
             plane.mover.fill_hbm(
                 fill.decode_transfer, blocks, functools.partial(self._copied, fill)
             )
@@ -147,7 +147,7 @@ class RankSteps:
             wrong = self._plane.verify_hbm(
                 CheckedAt.DE_HBM,
                 transfer.request_id,
-                fill.hbm_blocks[: len(transfer.slots)],
+                fill.hbm_blocks[: len(fill.seeds)],
                 fill.seeds,
                 range(self._plane.geometry.layers),
                 transfer.prompt_tokens - 1,

@@ -211,12 +211,17 @@ MAX_SHARED_MEMORIES = 16
 
 
 class AgentAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Wire form of ``transport.contract.AgentInfo``."""
+    """Wire form of ``transport.contract.AgentInfo``, and a DE's views of its KV in HBM.
+
+    ``hbm`` has a view per part of each layer, in order, with a piece per HBM block; it is empty
+    where prefill engines may not write into HBM.
+    """
 
     agent: Name
     metadata: bytes
     regions: tuple[RegionAddress, ...]
     shared: Annotated[tuple[SharedMemory, ...], Meta(max_length=MAX_SHARED_MEMORIES)] = ()
+    hbm: tuple[RegionAddress, ...] = ()
 
 
 class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

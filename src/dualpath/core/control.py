@@ -84,8 +84,12 @@ class Assign(Message, frozen=True, tag=True):
     FIFO.  ``keys`` are those of these blocks, or of the first of them: the longest cached prefix of
     the first ``shared_blocks`` is granted its cached slots.  For a DE they are those of all full
     blocks of the prompt, under which it stores them (``DecodeTransfer``).  The answer is
-    ``Reserved``, or with ``read`` ``ReadDone``.  With ``read`` an engine that cannot grant the slots
-    at once answers ``ReservationWaits``, and then sends ``Reserved`` at the grant as well.
+    ``Reserved``, or with ``read`` ``ReadDone``.  With ``read`` an engine that cannot grant the
+    slots at once answers ``ReservationWaits``, and then sends ``Reserved`` at the grant as well.
+
+    ``hbm_prompt_tokens`` > 0, without ``read``: the PE will send the prompt's KV into this DE's
+    HBM.  The DE then also reserves HBM for the prompt and for ``hbm_new_tokens`` generated tokens,
+    FIFO after the slots; ``Reserved`` names its blocks.
     """
 
     request_id: Name
@@ -94,6 +98,8 @@ class Assign(Message, frozen=True, tag=True):
     keys: tuple[bytes, ...] = ()
     shared_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
     read: GrantRead | None = None
+    hbm_prompt_tokens: int = 0
+    hbm_new_tokens: int = 0
 
 
 class ReservationWaits(Message, frozen=True, tag=True):
@@ -106,13 +112,15 @@ class Reserved(Message, frozen=True, tag=True):
     """Buffer slots are granted, in block order; ``wait_s`` is how long the request waited for them.
 
     The first ``cached_blocks`` of them hold their blocks already.  They are read-only, as other
-    requests may share them.
+    requests may share them.  ``hbm_blocks`` are the HBM blocks of the prompt, in block order, if
+    the ``Assign`` asked for HBM.
     """
 
     request_id: Name
     slots: tuple[int, ...]
     wait_s: float
     cached_blocks: int = 0
+    hbm_blocks: tuple[int, ...] = ()
 
 
 class Read(Message, frozen=True, tag=True):
@@ -157,6 +165,8 @@ class Persist(Message, frozen=True, tag=True):
 
     ``origin`` has the key before the first of them.  The prompt's KV is complete and no transfer
     writes to it any more; ``hit_keys`` are the keys of its first blocks, which are stored already.
+    If the PE has sent the KV into the DE's HBM, ``hits`` are the runs of the prompt's blocks that
+    are in the DE's buffer, with their slots; all other blocks are in HBM only.
     """
 
     request_id: Name
@@ -164,10 +174,11 @@ class Persist(Message, frozen=True, tag=True):
     keys: tuple[bytes, ...]
     origin: BlockOrigin = UNKNOWN_ORIGIN
     hit_keys: tuple[bytes, ...] = ()
+    hits: tuple[HitRun, ...] = ()
 
 
 class PrefillDone(Message, frozen=True, tag=True):
-    """The PE's last transfer for the request is over; the DE buffer is complete iff no failure.
+    """The PE's last transfer for the request is over; the DE has all KV iff no failure.
 
     The router regards a prefill as complete only after this message: the engine's HTTP answer
     proves that the first token was computed, not that the KV arrived.  Without a failure the PE has
@@ -206,10 +217,10 @@ class RequestOver(Message, frozen=True, tag=True):
 class Release(Message, frozen=True, tag=True):
     """The request is over on this engine; slots are freed once nothing can write to them.
 
-    ``writer_certain`` is False while a prefill engine may still write into the slots: they are then
-    quarantined until another ``Release`` of the request has it True.  ``assignment`` is the number
-    of the ``CallAssignment`` of the request, 0 if it has none: a PE that has not got the call yet
-    refuses it from now on.
+    ``writer_certain`` is False while a prefill engine may still write into the slots, or into HBM
+    reserved for the request: both are then quarantined until another ``Release`` has it True.
+    ``assignment`` is the number of the ``CallAssignment`` of the request, 0 if it has none: a PE
+    that has not got the call yet refuses it from now on.
     """
 
     request_id: Name
@@ -266,6 +277,7 @@ class Register(Message, frozen=True, tag=True):
     measured or configured speeds, ``adapters`` the LoRA adapters that requests may name.  ``dp`` is
     its place in a data-parallel group; the ranks of a group join and are lost together.
     ``node_dram`` is the DRAM that it shares with other engines, None without.
+    ``hbm_refusal``: why it takes no part in hand-overs in HBM, empty if it does.
     """
 
     version: int
@@ -287,6 +299,7 @@ class Register(Message, frozen=True, tag=True):
     dp: GroupRank | None = None
     adapters: tuple[Adapter, ...] = ()
     node_dram: NodeDramShare | None = None
+    hbm_refusal: str = ""
 
 
 class Registered(Message, frozen=True, tag=True):
@@ -453,12 +466,13 @@ class Report(Message, frozen=True, tag=True):
     """State of an engine, sent on change and as heartbeat; may be lost, unless it has ``events``.
 
     ``report_seq`` numbers an engine's reports: of one that is older than the last one received only
-    the events count.  ``load`` counts each request if the report's envelope acknowledges its ``Assign``,
-    until the engine has released it, and those of ``called``, of which the assignment has come with
-    their call.  ``counters`` are monotonic totals for metrics (names in
-    ``engine/counters.py``), empty if they were sent a moment ago.  ``unhealthy``: why the data plane is blocked or broken, None if it
-    works; ``storage``: how full the storage is, None without a janitor; ``draining``: why the
-    engine drains, None if it does not: it leaves once it receives ``Drained``.
+    the events count.  ``load`` counts each request if the report's envelope acknowledges its
+    ``Assign``, until the engine has released it, and those of ``called``, of which the assignment
+    has come with their call.  ``counters`` are monotonic totals for metrics (names in
+    ``engine/counters.py``), empty if they were sent a moment ago.  ``unhealthy``: why the data
+    plane is blocked or broken, None if it works; ``storage``: how full the storage is, None without
+    a janitor; ``draining``: why the engine drains, None if it does not: it leaves once it receives
+    ``Drained``.
     ``steps`` grows while the engine's core works: with each layer and each step that it computes,
     and while it waits for transfers, which have a limit of their own.
     """

@@ -11,10 +11,11 @@ from typing import Annotated, Any
 
 import msgspec
 
-from dualpath.core.blocks import BlockKey, TenantTag
+from dualpath.core.blocks import BlockKey, TenantTag, holding_blocks
+from dualpath.core.cluster import Role
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.names import Name
-from dualpath.core.runs import HitRun
+from dualpath.core.runs import BlockRun, HitRun
 
 #: Key under which a prefill or decode transfer travels in vLLM's ``kv_transfer_params``.
 TRANSFER_PARAMS_KEY = "dualpath"
@@ -38,9 +39,10 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     ``hit_key_tail`` is the key of the last hit block, empty without hits: the PE compares it
     with its own chain before it trusts any loaded block.  ``de_slots`` has one slot per prompt
     block, the last possibly partial; the first ``shared_blocks`` of them are shared with other
-    requests and must not be written to.  ``prompt_digest`` is set where the engine makes its own
-    tokens of the request: KV of other tokens is then not used.  ``assignment`` is None if the PE
-    was sent an ``Assign``.
+    requests and must not be written to.  With a hand-over in HBM ``de_hbm_blocks`` has the DE's HBM
+    block of each prompt block, and ``de_slots`` is empty.  ``prompt_digest`` is set where the
+    engine makes its own tokens of the request: KV of other tokens is then not used.
+    ``assignment`` is None if the PE was sent an ``Assign``.
     """
 
     request_id: Name
@@ -54,18 +56,21 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     shared_blocks: int = 0
     prompt_digest: bytes = b""
     assignment: CallAssignment | None = None
+    de_hbm_blocks: tuple[int, ...] = ()
 
 
 class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Travels with the DE's vLLM request: KV of its first tokens is in slots of the DE's buffer.
+    """Travels with the DE's vLLM request: KV of its first tokens is at the DE, by default in slots.
 
     These ``prompt_tokens`` are the whole prompt; or its hit, in full blocks, if the DE computes the
     append: then ``hit_key_tail`` is the key of the last of them, which the DE compares with its own
     chain before it trusts any of these blocks.  ``tenant`` owns the blocks of all tokens that
-    follow, ``prompt_digest`` is as in ``PrefillTransfer``.  ``hits`` are the runs, without slots,
-    that the DE itself had in its buffer or read; they are for metrics only.  The DE writes its full
-    blocks from ``persist_from`` on to storage, under the keys of its ``Assign``; None: it waits for
-    ``Persist``.
+    follow, ``prompt_digest`` is as in ``PrefillTransfer``.  ``hits`` are the runs that the DE
+    itself had in its buffer or read.  ``in_hbm``: the PE has sent the rest into HBM that the DE has
+    reserved for the request.  Then ``slots`` is empty, and ``hits`` have their slots; else these
+    are without slots, for metrics only.
+    The DE writes its full blocks from ``persist_from`` on to storage, under the keys of its
+    ``Assign``; None: it waits for ``Persist``, as it does with ``in_hbm``.
     """
 
     request_id: Name
@@ -76,6 +81,20 @@ class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     prompt_digest: bytes = b""
     hits: tuple[HitRun, ...] = ()
     persist_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    in_hbm: bool = False
+
+    @property
+    def in_buffer(self) -> tuple[HitRun, ...]:
+        """The blocks that are copied from the DE's buffer into its HBM, with their slots."""
+        if self.in_hbm:
+            return self.hits
+        return (HitRun(Role.DECODE, BlockRun(0, len(self.slots)), self.slots),)
+
+    def loaded_blocks(self, block_tokens: int) -> int:
+        """Return how many blocks of KV are in HBM once the transfer is over."""
+        if self.in_hbm:
+            return holding_blocks(self.prompt_tokens, block_tokens)
+        return len(self.slots)
 
 
 def prompt_digest(keys: Sequence[BlockKey], token_ids: Sequence[int], block_tokens: int) -> bytes:

@@ -138,6 +138,15 @@ Rollouts = Annotated[
     ),
 ]
 BufferBytes = Annotated[int, Setting("PE or DE buffer of an engine (80 GB per node in §A.4)", ge=1)]
+ReceiveHbmShare = Annotated[
+    float,
+    Setting(
+        "share of a vLLM decode engine's KV memory in which it receives prompts with handover hbm "
+        "or auto; must hold a prompt of max_model_len, decoding has the rest; 0: none",
+        ge=0,
+        le=0.9,
+    ),
+]
 DramBytes = Annotated[
     int,
     Setting(
@@ -293,6 +302,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         ),
     ] = "auto"
     transport: EngineTransport = "auto"
+    receive_hbm_share: ReceiveHbmShare = 0.0
     share_loads: Annotated[
         bool,
         Setting(

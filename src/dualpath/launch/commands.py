@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from dualpath.core.addresses import http_url, tcp_endpoint
 from dualpath.core.cluster import Role, rank_name
+from dualpath.core.modes import Handover
 from dualpath.core.settings import arguments
 from dualpath.launch.devices import DevicePlan, has_gpu_build
 from dualpath.launch.ports import LOOPBACK
@@ -275,6 +276,8 @@ def engine_extra_config(
         extra["compute_quota_s"] = settings.effective_compute_quota_s
         extra["quota_flops_per_s"] = settings.quota_flops_per_s
         extra["profile"] = settings.profile
+    elif settings.handover is not Handover.BUFFER:
+        extra["receive_hbm_share"] = settings.receive_hbm_share
     if settings.rollouts:
         extra["rollouts"] = True
     if settings.storage_key_file:

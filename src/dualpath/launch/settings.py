@@ -21,6 +21,7 @@ from dualpath.engine.settings import (
     NixlConfig,
     Profile,
     QuotaFlops,
+    ReceiveHbmShare,
     Rollouts,
     SnicRate,
     Storage,
@@ -44,7 +45,6 @@ from dualpath.router.settings import (
     OpenMetrics,
     RecomputeLimit,
     UnitCount,
-    check_handover,
     check_units,
 )
 from dualpath.transport.ucx_config import check_engine_config
@@ -140,6 +140,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     append_at_decode_tokens: AppendAtDecode = 0
     engine_groups: EngineGroups = "role"
     handover: HandoverSetting = Handover.BUFFER
+    receive_hbm_share: ReceiveHbmShare = 0.25
     served_model_names: ServedNames = ()
     enforce_eager: Annotated[
         bool | None,
@@ -210,7 +211,11 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
                 f"{{devices}} is {','.join(self.devices)} and {{executor}} is ray, which assigns "
                 "devices itself; omit {devices}"
             )
-        check_handover(self.handover)
+        if self.handover is not Handover.BUFFER and not self.receive_hbm_share:
+            raise ConfigError(
+                f"{{handover}} is {self.handover} and {{receive_hbm_share}} is 0; decode engines "
+                "need a share of their KV memory for it, or leave {handover} out"
+            )
         check_engine_config(self.nixl_engine_config)
 
     def unit(self, index: int) -> int:

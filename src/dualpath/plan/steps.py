@@ -81,8 +81,8 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One movement of a run of blocks, of one layer or (``layer`` None) of all.
 
     ``whole`` False: of all layers without those with a sliding window.  ``slots`` are those of the
-    DRAM buffer at one end of the step, one per block; an engine's plan has them, a simulated one
-    has none.
+    DRAM buffer at one end of the step, one per block, or the blocks of the DE's HBM at the other
+    end of a PE's step; an engine's plan has them, a simulated one has none.
     """
 
     movement: Movement
@@ -147,7 +147,7 @@ class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``hits`` are disjoint runs in block order that cover ``[0, hit_blocks)``.  ``de_slots`` are the
     prompt's slots of the DE buffer, empty where none are granted.  ``handover`` is where the DE
-    receives the KV, its buffer or its HBM.
+    receives the KV, its buffer or its HBM; in HBM, ``de_slots`` are the prompt's blocks there.
     """
 
     geometry: BlockGeometry
@@ -186,7 +186,7 @@ class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.geometry.seen_from(layer, self.prompt_tokens - 1)
 
     def step(self, movement: Movement, blocks: BlockRun, layer: int | None = None) -> "Step":
-        """Return the movement of these blocks from or to the DE buffer."""
+        """Return the movement of these blocks from or to where the DE receives KV."""
         slots = self.de_slots[blocks.first : blocks.end]
         return step_of(movement, self.geometry, blocks, layer, slots)
 

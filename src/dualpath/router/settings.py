@@ -80,8 +80,8 @@ HandoverSetting = Annotated[
     Handover,
     Setting(
         "where a decode engine receives a prompt's KV: in its DRAM buffer, in HBM that it "
-        "allocates when it gets the request, or in HBM where it is free, else in the buffer; "
-        "engines support buffer only so far, the simulator all of them"
+        "reserves when it gets the request, or in HBM where it is free, else in the buffer; "
+        "engines of several ranks, and those without receive_hbm_share, support buffer only"
     ),
 ]
 DramTier = Annotated[
@@ -126,15 +126,6 @@ def check_units(units: int, front_ends: int) -> None:
         raise ConfigError(
             f"{{units}} is {units} and {{front_ends}} is 0; set {{front_ends}} to the number of "
             "processes that serve clients, at least 1: they divide requests between the units"
-        )
-
-
-def check_handover(handover: Handover) -> None:
-    """Raise ``ConfigError`` for a hand-over that engines do not support."""
-    if handover is not Handover.BUFFER:
-        raise ConfigError(
-            f"{{handover}} is {handover}, which only `dualpath simulate` and `dualpath plan` "
-            "support so far; engines receive KV in their buffer: leave {handover} out"
         )
 
 
@@ -434,7 +425,6 @@ class RouterSettings(Settings, frozen=True):
                     f"{{tenant_weights}} has {tenant}={weight:g}; a weight must be above 0, "
                     "correct it"
                 )
-        check_handover(self.handover)
         try:
             policy = msgspec.convert(self.rebalance_options, RebalanceSettings, strict=False)
         except msgspec.ValidationError as error:

@@ -44,6 +44,7 @@ from dualpath.transport.contract import (
 )
 from dualpath.transport.copy_transport import CopyTransfer, CopyTransport
 from dualpath.transport.memory import RegisteredMemory, file_path, map_shared
+from dualpath.transport.regions import span_bytes
 
 log = logging.getLogger(__name__)
 
@@ -434,17 +435,28 @@ class _HbmTransfer(CopyTransfer):
         return None
 
 
+def _is_shared(region: RegionInfo, peer: AgentInfo) -> bool:
+    """Whether all of a peer's region is in memory that the peer shares."""
+    return any(
+        shared.base_address <= region.base_address
+        and region.base_address + span_bytes(region) <= shared.base_address + shared.size_bytes
+        for shared in peer.shared
+    )
+
+
 class NearestTransport:
     """Reaches peers of this machine through shared memory, all others through the network.
 
     Copies within this engine use ``memory`` if both ends are in DRAM.  HBM is copied by the device
     (``memory.hbm``): then a peer's memory must be pinned, and the network serves the peer until a
     thread has pinned it.  HBM of a device that leaves copies to NIXL (``device_copies``) is reached
-    through the network only.
+    through the network only, and so is memory of a peer that is in none of its memory files.
     """
 
     def __init__(self, memory: SharedMemoryTransport, network: Transport) -> None:
         self._memory, self._network = memory, network
+        #: Views of peers' memory that cannot be mapped, by agent.
+        self._far: dict[str, frozenset[str]] = {}
         self._dram: set[str] = set()
         self._only_network = False
 
@@ -481,7 +493,12 @@ class NearestTransport:
             self._network.connect(peer, views)
             log.info("this engine reaches %s through the network: %s", peer.agent, reason)
             return
+        self._far[peer.agent] = far = frozenset(
+            view.name for view in views if not _is_shared(view, peer)
+        )
         if self._memory.serves(peer.agent):
+            if far:
+                self._connect_far(peer, views)
             log.info("this engine reaches %s through shared memory", peer.agent)
             return
         self._network.connect(peer, views)
@@ -489,8 +506,19 @@ class NearestTransport:
             target=self._pin, args=(peer.agent,), name="shared-memory-pin", daemon=True
         ).start()
 
+    def _connect_far(self, peer: AgentInfo, views: Sequence[RegionInfo]) -> None:
+        """Connect through the network to memory of a peer that cannot be mapped."""
+        try:
+            self._network.connect(peer, views)
+        except PeerLostError as error:
+            log.warning(
+                "the memory of %s that is in none of its memory files cannot be reached: %s",
+                *(peer.agent, error),
+            )
+
     def disconnect(self, agent: str) -> None:
         """Disconnect a peer; its transfers end as those of their transport do."""
+        self._far.pop(agent, None)
         self._memory.disconnect(agent)
         self._network.disconnect(agent)
 
@@ -507,7 +535,8 @@ class NearestTransport:
     ) -> Transfer:
         """Post one transfer through the transport that serves the peer; see the contract."""
         within = agent == self._memory.agent and {local_region, remote_region} <= self._dram
-        near = within or self._memory.serves(agent)
+        far = remote_region in self._far.get(agent, ())
+        near = within or (self._memory.serves(agent) and not far)
         transport: Transport = self._memory if near else self._network
         return transport.post(
             *(direction, local_region, local_pieces, agent, remote_region, remote_pieces),

@@ -56,6 +56,7 @@ from dualpath.vllm.metadata import HeldBlocksMetadata, StepMetadata, WorkerFacts
 from dualpath.vllm.model_identity import adapter_problems
 from dualpath.vllm.parallel_ranks import engine_id_of_rank, group_problems, place_of, slices_of
 from dualpath.vllm.pass_costs import PassCosts
+from dualpath.vllm.receiving_area import receiving_blocks
 from dualpath.vllm.scheduler_side import SchedulerSide
 from dualpath.vllm.weight_updates import watch_trainers
 from dualpath.vllm.worker_side import WorkerSide
@@ -296,6 +297,7 @@ def check_engine_config(
     problems += _rollout_problems(config, settings)
     problems += adapter_problems(config, settings)
     problems += _parallel_problems(config.parallel_config)
+    problems += _receiving_problems(config, settings, cache)
     if settings.two_leg_scheduler and config.parallel_config.data_parallel_size > 1:
         problems.append(
             f"two_leg_scheduler is {settings.two_leg_scheduler} in a data-parallel group: its "
@@ -348,6 +350,30 @@ def _rollout_problems(config: "VllmConfig", settings: EngineSettings) -> list[st
         return [
             "rollouts is set, but vLLM serves its routes for trainers only with "
             "VLLM_SERVER_DEV_MODE=1 in the environment; set it"
+        ]
+    return []
+
+
+def _receiving_problems(
+    config: "VllmConfig", settings: EngineSettings, cache: "KVCacheConfig"
+) -> list[str]:
+    """Describe a receiving area with which a prompt, or a request, could never be served."""
+    area = len(receiving_blocks(settings, cache.num_blocks))
+    if not area:
+        return []
+    share, most = settings.receive_hbm_share, config.model_config.max_model_len
+    if len(cache.kv_cache_groups) > 1 or config.parallel_config.world_size > 1:
+        return [
+            f"receive_hbm_share is {share:g}, but KV is handed over in HBM only between engines of "
+            "one rank with one group of KV cache; leave it out"
+        ]
+    needed = -(-most // cache.kv_cache_groups[0].kv_cache_spec.block_size)
+    left = cache.num_blocks - 1 - area
+    if min(area, left) < needed:
+        return [
+            f"receive_hbm_share is {share:g} of {cache.num_blocks} KV blocks: {area} receive "
+            f"prompts and {left} are left, max_model_len {most} needs {needed} of each; set "
+            "another share, lower --max-model-len, or give the engine more KV memory"
         ]
     return []
 

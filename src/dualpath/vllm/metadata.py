@@ -29,17 +29,38 @@ if TYPE_CHECKING:
 # are reused.
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """The load of a request's prompt is over: its blocks from ``first`` on become ``blocks``.
+
+    Those are of the engine's receiving area (``vllm.receiving_area``).  ``blocks`` is empty if the
+    load has failed.
+    """
+
+    vllm_request_id: str
+    first: int = 0
+    blocks: tuple[int, ...] = ()
+
+
 @dataclass
 class HeldBlocksMetadata(KVConnectorWorkerMetadata):
-    """Ids of newly held and released blocks; an id may be in both lists, or several times."""
+    """Ids of newly held and released blocks; an id may be in both lists, or several times.
+
+    ``exchanges`` are of loads that this step reports as over, or a later one.
+    """
 
     held: list[int]
     released: list[int]
+    exchanges: list[Exchange] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HeldBlocksMetadata":
         """Add the blocks that another worker reports."""
         assert isinstance(other, HeldBlocksMetadata)
-        return HeldBlocksMetadata(self.held + other.held, self.released + other.released)
+        return HeldBlocksMetadata(
+            self.held + other.held,
+            self.released + other.released,
+            self.exchanges + other.exchanges,
+        )
 
 
 class HeldBlocks:
@@ -49,6 +70,12 @@ class HeldBlocks:
         self._lock = threading.Lock()
         self._held: list[int] = []
         self._released: list[int] = []
+        self._exchanges: list[Exchange] = []
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Exchange a request's blocks; called before its load is reported as over."""
+        with self._lock:
+            self._exchanges.append(exchange)
 
     def hold(self, hbm_blocks: tuple[int, ...]) -> None:
         """Hold these blocks from the end of this step on."""
@@ -63,10 +90,10 @@ class HeldBlocks:
     def take(self) -> HeldBlocksMetadata | None:
         """Return the changes since the last call, None without changes."""
         with self._lock:
-            if not self._held and not self._released:
+            if not self._held and not self._released and not self._exchanges:
                 return None
-            taken = HeldBlocksMetadata(self._held, self._released)
-            self._held, self._released = [], []
+            taken = HeldBlocksMetadata(self._held, self._released, self._exchanges)
+            self._held, self._released, self._exchanges = [], [], []
             return taken
 
 
@@ -86,12 +113,13 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """A prompt's KV to copy from the buffer into this DE's HBM before its request may run.
+    """A prompt's KV to load into this DE's HBM before its request may run.
 
     ``hbm_blocks`` are the HBM blocks of its blocks 0, 1, …, without an id for blocks that HBM
     already has.  If ``waits``, vLLM runs the request only after the copy was reported as complete,
     even if nothing is copied (mode Oracle).  Otherwise HBM already has the whole prompt, the
-    request is running, and only the buffer must be freed.
+    request is running, and only the buffer must be freed.  With a hand-over in HBM the blocks
+    change places with reserved ones once the KV is in these.
     """
 
     vllm_request_id: str
@@ -108,6 +136,7 @@ class StepMetadata(KVConnectorMetadata):
     ``refused``: vLLM's ids of requests that this engine must not compute.
     ``ended``: decode transfers of finished requests, by the transfer's request id.
     ``predicted_attention_s``: the compute quota's prediction for this step's attention, 0 without.
+    ``received``: blocks that are in the receiving area from now on, by an exchange.
     """
 
     prefills: list[PrefillChunk] = field(default_factory=list)
@@ -116,5 +145,6 @@ class StepMetadata(KVConnectorMetadata):
     refused: list[str] = field(default_factory=list)
     generated: list[GeneratedBlock] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
     free_hbm_tokens: int | None = None
     predicted_attention_s: float = 0.0

@@ -3,7 +3,8 @@
 A PE's request arrives when its hit KV is already in a DRAM buffer, so its hit tokens are reported
 as a synchronous load, which happens layer by layer within the forward pass.  A DE's request arrives
 when the prompt's KV is complete in this engine's buffer, so its tokens are reported as an
-asynchronous load: vLLM allocates HBM, the worker copies, then the request runs.  Where a DE
+asynchronous load: vLLM allocates HBM, the worker copies, then the request runs.  With a hand-over
+in HBM the KV is in reserved blocks, which replace the request's once the load is over.  Where a DE
 computes the append, its transfer has the hit alone: vLLM computes the tokens behind it, and their
 full blocks are persisted like those of generated tokens.
 
@@ -37,11 +38,19 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.plan.counts import new_full_blocks
 from dualpath.plan.steps import chunk_of
 from dualpath.vllm.cache_layers import CacheGroups
-from dualpath.vllm.metadata import DecodeWork, HeldBlocksMetadata, StepMetadata, apply
+from dualpath.vllm.metadata import (
+    DecodeWork,
+    Exchange,
+    HeldBlocksMetadata,
+    StepMetadata,
+    apply,
+)
+from dualpath.vllm.receiving_area import receiving_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -100,6 +109,10 @@ class SchedulerSide:
         self._reported_free_blocks = 0
         #: References held on blocks that a transfer may still write.
         self._held_blocks = 0
+        #: vLLM's own tables of the blocks of requests that wait for a load of a prompt in HBM.
+        self._tables: dict[str, list[KVCacheBlock]] = {}
+        #: Blocks that are in the receiving area from the next step on.
+        self._received: list[int] = []
         self._is_member = True
 
     def set_geometry(self, geometry: BlockGeometry) -> None:
@@ -110,12 +123,31 @@ class SchedulerSide:
         """Set vLLM's block pool; the worker assumes that all blocks are free at start."""
         self._pool = pool
         self._reported_free_blocks = pool.get_num_free_blocks()
+        area = receiving_blocks(self._settings, pool.num_gpu_blocks)
+        pool.touch([pool.blocks[block] for block in area])
 
     def update_held_blocks(self, changes: HeldBlocksMetadata) -> None:
         """Hold or release HBM blocks; called before the next step is scheduled."""
         assert self._pool is not None, "vLLM binds its block pool at start"
         apply(changes, self._pool)
         self._held_blocks += len(changes.held) - len(changes.released)
+        for exchange in changes.exchanges:
+            self._exchange(exchange, self._pool)
+
+    def _exchange(self, exchange: Exchange, pool: "BlockPool") -> None:
+        """Put blocks with a prompt's KV into the table of its request, and others into the area.
+
+        The request still waits for its load, aborted or not, so that vLLM has freed no block of it.
+        """
+        table = self._tables.pop(exchange.vllm_request_id, None)
+        if table is None:  # a defect: without a table the blocks stay where they are
+            self._received += exchange.blocks
+            return
+        for row, block in enumerate(exchange.blocks, exchange.first):
+            self._received.append(table[row].block_id)
+            table[row] = pool.blocks[block]
+        if tracked := self._tracked.get(exchange.vllm_request_id):
+            tracked.blocks = [[block.block_id for block in table]]
 
     def left(self) -> None:
         """The engine has left the cluster: from now on no transfer is valid."""
@@ -150,7 +182,8 @@ class SchedulerSide:
         if self._pool is None:
             return False
         free_blocks = self._pool.get_num_free_blocks()
-        return self._held_blocks > 0 or self._reported_free_blocks != free_blocks
+        changed = self._reported_free_blocks != free_blocks
+        return changed or self._held_blocks > 0 or bool(self._received)
 
     def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int, bool]:
         """Return (tokens to load after ``computed_tokens``, whether asynchronously)."""
@@ -197,6 +230,10 @@ class SchedulerSide:
             tracked.request, transfer
         ):
             tracked.transferred, tracked.waits = True, external_tokens > 0
+            if transfer.in_hbm:
+                (table,) = blocks.blocks
+                assert isinstance(table, list), "vLLM's own table of the request"
+                self._tables[request.request_id] = table
             tracked.persisted_blocks = self._full_blocks(transfer.prompt_tokens)
             self._new_decode_transfers.append(request.request_id)
 
@@ -253,6 +290,7 @@ class SchedulerSide:
         step.rejected, self._rejected = self._rejected, {}
         step.refused, self._refused = self._refused, []
         step.ended, self._ended = self._ended, []
+        step.received, self._received = self._received, []
         return step
 
     def finished(self, request: "Request") -> None:
@@ -329,7 +367,8 @@ class SchedulerSide:
         transfer = tracked.transfer
         assert isinstance(transfer, DecodeTransfer), "a DE's request"
         filled_tokens = self._tokens_to_fill(tracked.request, transfer)
-        filled = min(holding_blocks(filled_tokens, self._block_tokens), len(transfer.slots))
+        loaded = transfer.loaded_blocks(self._block_tokens)
+        filled = min(holding_blocks(filled_tokens, self._block_tokens), loaded)
         shared = min(self._full_blocks(tracked.found_tokens), filled)
         # Shared blocks are not written, because other requests may be reading them.
         new = (self._hbm_block(tracked, row) for row in range(shared, filled))

@@ -28,7 +28,7 @@ from dualpath.engine.control.membership import Membership, ServedModel
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.passes.forward_pass import ForwardPass
 from dualpath.engine.passes.generated import GeneratedBlock
-from dualpath.engine.passes.hbm_layout import HbmLayout
+from dualpath.engine.passes.hbm_layout import NO_BLOCK, HbmLayout
 from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.ranks.follower import FollowedPass, Follower, open_follower
 from dualpath.engine.ranks.rank import RankPlace
@@ -44,7 +44,13 @@ from dualpath.vllm.cuda_device import open_device
 from dualpath.vllm.drain_on_sigterm import ApiServer, on_drain_signal
 from dualpath.vllm.kernel_patches import enable_amx_tiles, patch_cpu_lora_kernels
 from dualpath.vllm.kv_events import ConnectorEvents, connector_events
-from dualpath.vllm.metadata import DecodeWork, HeldBlocks, HeldBlocksMetadata, StepMetadata
+from dualpath.vllm.metadata import (
+    DecodeWork,
+    Exchange,
+    HeldBlocks,
+    HeldBlocksMetadata,
+    StepMetadata,
+)
 from dualpath.vllm.model_identity import adapters_of, kv_layout, model_fingerprint
 from dualpath.vllm.parallel_ranks import (
     agree_on_group,
@@ -64,6 +70,7 @@ from dualpath.vllm.profiling import (
     needs_costs,
     repeat_passes,
 )
+from dualpath.vllm.receiving_area import ReceivingArea, receiving_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -124,6 +131,10 @@ class WorkerSide:
         self._pass: ForwardPass | FollowedPass | None = None
         self._generated: list[GeneratedBlock] = []
         self._held = HeldBlocks()
+        area = receiving_blocks(settings, num_blocks)
+        #: Where prompts arrive in HBM, None if they do not.
+        self._area = ReceivingArea(area, geometry.block_tokens, self._held) if area else None
+        self._area_tokens = len(area) * geometry.block_tokens
         self._copied: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
 
     # ------------------------------------------------------------------ start and stop
@@ -176,7 +187,11 @@ class WorkerSide:
         kv_caches = self._kv_caches
         layers = [[kv_caches[name] for name in layer.names] for layer in self._cache_layers]
         hbm = self._in_groups(hbm_layout(layers, self._num_blocks, self.geometry, self._slice))
-        hbm = msgspec.structs.replace(hbm, layer_names=tuple(self._layers))
+        hbm = msgspec.structs.replace(
+            hbm,
+            layer_names=tuple(self._layers),
+            capacity_tokens=hbm.capacity_tokens - self._area_tokens,
+        )
         here = layers[0][0].device
         enable_amx_tiles(here)
         device = open_device(here, self._settings.device_copies)
@@ -205,9 +220,10 @@ class WorkerSide:
         )
         self._membership = Membership(
             *(self._settings, self._namespace(), served, hbm, device),
-            holder=self._held,
+            holder=self._area or self._held,
             place=self._place._replace(memory=self._memory),
             former_epoch=None if self._former is None else self._former[0],
+            hbm_pool=self._area,
         )
         self._memory = None
         events = self._config.kv_events_config
@@ -342,6 +358,8 @@ class WorkerSide:
         self._generated = step.generated
         if self._membership is not None:
             self._membership.manager.made_step()
+        if self._area is not None:
+            self._area.give(step.received)
         for vllm_request_id in step.refused:
             self._copied.put((vllm_request_id, NO_TRANSFER))
         if self._membership is None and self._follower is None:
@@ -361,6 +379,8 @@ class WorkerSide:
         """Begin a step of an engine that has left; its scheduler accepts no transfers."""
         assert not step.prefills, "a prefill engine that has left computes nothing"
         for work in step.decodes:
+            if work.decode_transfer.in_hbm:
+                self._held.exchange(Exchange(work.vllm_request_id))
             if work.waits:
                 self._copied.put((work.vllm_request_id, "the engine has left the cluster"))
 
@@ -379,11 +399,38 @@ class WorkerSide:
         return ForwardPass(membership.manager, membership.send, parts)
 
     def _begin_decode(self, work: DecodeWork) -> None:
+        if work.decode_transfer.in_hbm:
+            self._begin_reserved(work)
+            return
+
         def copied(error: str | None) -> None:
             if work.waits:
                 self._copied.put((work.vllm_request_id, error))
 
         self._mover.fill_hbm(work.decode_transfer, work.hbm_blocks, copied)
+
+    def _begin_reserved(self, work: DecodeWork) -> None:
+        """Load a prompt into the blocks that are reserved for it, which then replace vLLM's.
+
+        vLLM has found the first rows in its prefix cache: these keep their blocks.
+        """
+        manager, transfer = self._joined().manager, work.decode_transfer
+        reserved = manager.reserved_hbm.blocks_of(transfer.request_id)
+        first = sum(block == NO_BLOCK for block in work.hbm_blocks)
+        end = len(work.hbm_blocks)
+
+        def loaded(error: str | None) -> None:
+            taken: tuple[int, ...] = ()
+            if error is None:
+                assert self._area is not None, "its blocks are in the area"
+                taken = self._area.take(transfer.request_id, first, end if work.waits else first)
+            # Before the load is reported as over: vLLM then uses the request's table.
+            self._held.exchange(Exchange(work.vllm_request_id, first, taken))
+            if work.waits:
+                self._copied.put((work.vllm_request_id, error))
+
+        blocks = (NO_BLOCK,) * first + reserved[first:end]
+        manager.fill_hbm(transfer, blocks, loaded)
 
     @property
     def _mover(self) -> TrafficManager | Follower:

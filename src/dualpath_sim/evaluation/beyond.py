@@ -214,7 +214,7 @@ set. On claude-code it moves one node where two were right: with its drain that 
 which then counts as the cost of a switch. The model does not charge for spreading the experts of
 DS 660B again, so its rows are upper bounds.
 
-**Hand-over in HBM** ([how it works](architecture.md#hand-over-in-hbm); no engine does it yet) lets
+**Hand-over in HBM** ([how it works](architecture.md#hand-over-in-hbm)) lets
 requests bypass the DE's DRAM. It gains most where that holds few contexts. The first table has the
 rounds of real Claude Code sessions that Qwen3-Coder-480B finishes in an hour with 80 GB of DRAM per
 node, and the mean TTFT. With `buffer` the buffers of the DEs bind, so that DualPath is slower than

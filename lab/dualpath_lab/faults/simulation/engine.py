@@ -601,6 +601,15 @@ class SimEngine:
             return taken
 
         plane.hbm.allocate = noted_allocate  # type: ignore[method-assign]
+        hand_over = plane.hbm.hand_over
+
+        def noted_hand_over(request_id: str) -> None:
+            """The load is over: bytes of the PE that arrive from now on are late."""
+            for block in plane.hbm._reserved[request_id]:
+                self._hbm_owners[block] += ", all of its prompt loaded"
+            hand_over(request_id)
+
+        plane.hbm.hand_over = noted_hand_over  # type: ignore[method-assign]
 
     def _watch_copies(self, plane: DataPlane) -> None:
         """Check that a request is copied into HBM only from slots that it holds."""
@@ -679,14 +688,19 @@ class SimEngine:
             return [f"{self.name} has not come up"]
         manager = self.plane.manager
         report = manager.report()
-        # Where a death cannot be proven, slots stay in quarantine, and these alone.
+        # Where a death cannot be proven, slots and HBM stay in quarantine, and these alone.
         unproven = report.load.quarantined_buffer_tokens if self.shared.unproven else 0
+        unproven_hbm = 0
+        if self.shared.unproven:
+            block_tokens = manager.geometry.block_tokens
+            unproven_hbm = manager.reserved_hbm.quarantined_blocks() * block_tokens
         transports = (self.transport, *(follower.transport for follower in self.followers))
         counts = {
             "requests": (report.load.unfinished_requests, 0),
             "tokens to read": (report.load.read_queue_tokens, 0),
             "free buffer": (report.load.free_buffer_tokens + unproven, manager.buffer_tokens),
-            "free HBM": (self.plane.hbm.free_tokens, manager.hbm_tokens),
+            "free HBM": (self.plane.hbm.free_tokens + unproven_hbm, manager.hbm_tokens),
+            "blocks that leave HBM": (manager._generated._left, 0),
             "free staging": (manager.staging.free, manager.staging.capacity),
             "transfers": (sum(t.unfinished for t in transports if t is not None), 0),
             "open files": (self._files.open, 0),

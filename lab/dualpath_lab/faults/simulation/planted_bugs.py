@@ -23,12 +23,14 @@ from dualpath.core.sessions import Channel
 from dualpath.core.transfers import CallAssignment
 from dualpath.engine.buffer.block_buffer import NO_REQUEST, BlockBuffer, CachedBlocks, SlotPool
 from dualpath.engine.buffer.dram_tier import Retention
+from dualpath.engine.buffer.hbm_reservations import HbmReservations
 from dualpath.engine.control.assigned_requests import ActiveRequests, TakenNumbers
 from dualpath.engine.control.membership import Membership
 from dualpath.engine.control.peers import Peers
 from dualpath.engine.control.surroundings import Surroundings
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.io.read_queue import ReadQueue, ReadTask
+from dualpath.engine.passes import prefill_passes
 from dualpath.engine.passes.layer_stream import LayerStream, RegionHandover
 from dualpath.engine.passes.pass_transfers import BlockHolder, ChunkTransfers
 from dualpath.engine.passes.prefill_passes import PassOutcome
@@ -68,6 +70,7 @@ from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import NamespaceDirectory, PosixStorage, refused
 from dualpath.storage.quotas import StorageLimits, StoredBytes
+from dualpath_lab.emulated.data_plane import EmulatedHbm
 from dualpath_lab.emulated.engine_server import RequestSubmitter
 from dualpath_lab.faults.simulation.cluster_resources import ProcView, SimProcessTable
 from dualpath_lab.faults.simulation.settings import BLOCK_TOKENS
@@ -802,6 +805,18 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     "windows-unread": PlantedBug(
         "a shortened hit is used without the window layers of its last blocks",
         replaced(engine_attempt, "to_read_whole", lambda hits, whole_from: ()),
+    ),
+    "hbm-freed-early": PlantedBug(
+        "HBM that a lost PE may still write to is freed at once",
+        replaced(HbmReservations, "quarantine", HbmReservations.release),
+    ),
+    "hbm-reused": PlantedBug(
+        "HBM is reused while a copy out of it, or a late transfer into it, is under way",
+        replaced(EmulatedHbm, "hold", lambda self, hbm_blocks: None),
+    ),
+    "load-before-complete": PlantedBug(
+        "a PE confirms a prompt before its KV has arrived, so that the DE's load ends too early",
+        replaced(prefill_passes, "end_stream", _over_at_once),
     ),
     **DRAM_BUGS,
     **WEIGHT_BUGS,

@@ -6,7 +6,7 @@ import msgspec
 
 from dualpath.core.blocks import BlockGeometry, slices_of
 from dualpath.core.cluster import Role
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.engine.settings import EngineSettings
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_file import HEADER_BYTES
@@ -212,6 +212,7 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         # In every seventh cluster buffers cache nothing: all hits are read from storage.
         dram_tier=world.seed % 7 != 5,
         append_at_decode_tokens=_append_tokens(world.seed),
+        handover=handover_of_seed(world.seed),
     )
     tensor_parallel, front_ends = _tensor_parallel(world.seed), _front_ends(world.seed)
     geometries = GEOMETRIES[tensor_parallel.kv_heads]
@@ -242,6 +243,8 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         settings = _with_pauses(settings)
     if settings.proc is not ProcView.COMPLETE:  # Slots of dead writers may never be free again.
         settings = msgspec.structs.replace(settings, buffer_blocks=_LARGE_BUFFER_BLOCKS)
+        if router.handover is not Handover.BUFFER:
+            settings = msgspec.structs.replace(settings, hbm_blocks=_LARGE_BUFFER_BLOCKS)
     if world.seed % 5 == 3:
         settings = _with_tenants(settings, world.seed)
     if has_trainer(world.seed):
@@ -296,6 +299,14 @@ def _proc(seed: int) -> ProcView:
 def _append_tokens(seed: int) -> int:
     """Return up to how many tokens DEs append themselves, as in two of three clusters; 0: none."""
     return Random(f"appends of {seed}").choice((0, 12, 48))
+
+
+def handover_of_seed(seed: int) -> Handover:
+    """Return where DEs receive KV: in half of the clusters without ranks, HBM may be used."""
+    if _tensor_parallel(seed) is not ONE_RANK:
+        return Handover.BUFFER
+    kinds = (Handover.BUFFER, Handover.BUFFER, Handover.HBM, Handover.AUTO)
+    return Random(f"handover of {seed}").choice(kinds)
 
 
 def _with_pauses(settings: ClusterSettings) -> ClusterSettings:

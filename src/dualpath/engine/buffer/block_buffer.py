@@ -745,6 +745,11 @@ class BlockBuffer:
             self._pool.cache_blocks(NO_REQUEST, [slot], [key], parent)
         self.free_slot(slot)
 
+    @property
+    def caches(self) -> bool:
+        """Whether blocks are cached for later requests; an atomic read without the lock."""
+        return self._pool.caching
+
     def set_caching(self, *, enabled: bool) -> None:
         """Cache blocks for later requests from now on, or none."""
         self._change(lambda pool: pool.set_caching(enabled=enabled))

@@ -17,13 +17,17 @@ from dualpath.core.control import (
     Release,
     RequestOver,
 )
+from dualpath.core.modes import Handover
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import CallAssignment, DecodeTransfer
 from dualpath.engine.buffer.block_buffer import BlockBuffer
+from dualpath.engine.buffer.hbm_reservations import HbmReservations
 from dualpath.engine.control.peers import Peers
 from dualpath.engine.counters import Counter
 from dualpath.engine.io.persister import Persister, WriteTask
-from dualpath.engine.passes.hbm_layout import HbmBlock
+from dualpath.engine.passes.generated import GeneratedBlock
+from dualpath.engine.passes.hbm_layout import NO_BLOCK, HbmBlock
+from dualpath.engine.passes.pass_transfers import BlockHolder
 from dualpath.engine.ranks.rank import Rank
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.plan.movements import PERSIST_PROMPT
@@ -64,16 +68,29 @@ class TakenNumbers:
         return True
 
 
+class HbmWanted(NamedTuple):
+    """The HBM that a request asks for before its prefill; of 0 prompt tokens, none."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+
+
+#: The request receives its KV in the buffer.
+NO_HBM = HbmWanted()
+
+
 class _Request:
     def __init__(
         self,
         tokens: int,
         assigned_ns: int,
         keys: Sequence[BlockKey] = (),
+        hbm_wanted: HbmWanted = NO_HBM,
         *,
         called: bool = False,
     ) -> None:
         self.tokens = tokens
+        self.hbm_wanted = hbm_wanted
         self.assigned_ns = assigned_ns
         self.keys = keys
         self.called = called
@@ -128,11 +145,18 @@ class ActiveRequests:
         with self._lock:
             return tuple(name for name, request in self._active.items() if request.called)
 
-    def add(self, request_id: str, tokens: int, now_ns: int, keys: Sequence[BlockKey] = ()) -> None:
+    def add(
+        self,
+        request_id: str,
+        tokens: int,
+        now_ns: int,
+        keys: Sequence[BlockKey] = (),
+        hbm_wanted: HbmWanted = NO_HBM,
+    ) -> None:
         """Count a request of ``tokens`` that was assigned to this engine with these keys."""
         with self._lock:
             assert request_id not in self._active, f"request {request_id} is active already"
-            self._active[request_id] = _Request(tokens, now_ns, keys)
+            self._active[request_id] = _Request(tokens, now_ns, keys, hbm_wanted)
 
     def to_be_persisted(self, request_id: str) -> Sequence[BlockKey] | None:
         """Return the keys of a request whose new blocks are not being persisted yet, else None."""
@@ -140,6 +164,12 @@ class ActiveRequests:
             request = self._active.get(request_id)
             persists = request is not None and request.release is None and not request.persist_seen
             return request.keys if request is not None and persists else None
+
+    def hbm_wanted(self, request_id: str) -> HbmWanted | None:
+        """Return the HBM that a request asks for; None if it is not (or no longer) here."""
+        with self._lock:
+            request = self._active.get(request_id)
+            return None if request is None else request.hbm_wanted
 
     def end_session(self, reason: str) -> dict[str, bool]:
         """Drop all requests except those in a forward pass, which are released after it.
@@ -234,6 +264,12 @@ class ActiveRequests:
             request.persist_seen = True
             return True
 
+    def is_complete(self, request_id: str) -> bool | None:
+        """Whether all of the prompt's KV is here by ``Persist``; None for an unknown request."""
+        with self._lock:
+            request = self._active.get(request_id)
+            return None if request is None or request.release else request.persist_seen
+
     def hbm_allocated(self, request_id: str) -> None:
         """Note that a DE has allocated HBM for the request; its free HBM shows that already."""
         with self._lock:
@@ -319,15 +355,23 @@ class ActiveRequests:
 
 
 # ---------------------------------------------------------------------------------- served prompts
-# A prompt's KV in the DE's buffer: it is written to storage and copied to HBM.
+# A prompt's KV at the DE: it is written to storage and copied to HBM.
 #
 # Slots of a request at the decode engine are freed when three conditions hold: the KV was copied to
 # HBM (or the router released the request), the order to persist has arrived, with the request's
 # transfer or as ``Persist``, so that no new block is lost, and the slots are not pinned.
+#
+# With a hand-over in HBM the PE has written most of the KV into reserved HBM blocks, and only hits
+# that the DE has read or cached are in slots.  ``Persist`` also states that no transfer writes to
+# these blocks any more: only then can the load of the prompt be over.
 
 
 class ServedPrompts:
-    """``moves_bytes`` False (mode Oracle): there are no slots, and only lengths are stored."""
+    """``moves_bytes`` False (mode Oracle): there are no slots, and only lengths are stored.
+
+    ``hbm`` are the reserved HBM blocks, ``leave_hbm`` copies blocks out of them into storage and
+    the DRAM cache, and ``holder`` holds blocks back from reuse while a copy writes to them.
+    """
 
     def __init__(
         self,
@@ -336,6 +380,9 @@ class ServedPrompts:
         buffer: BlockBuffer,
         persister: Persister,
         send: Callable[[EngineMessage], None],
+        hbm: HbmReservations,
+        leave_hbm: Callable[[Sequence[GeneratedBlock], Sequence[GeneratedBlock]], None],
+        holder: BlockHolder,
         *,
         moves_bytes: bool,
     ) -> None:
@@ -347,34 +394,53 @@ class ServedPrompts:
         self._counters = rank.counters
         self._trace = rank.trace
         self._send = send
+        self._hbm = hbm
+        self._leave_hbm = leave_hbm
+        self._holder = holder
         self._moves_bytes = moves_bytes
+        self._lock = rank.health.threads.lock()
+        #: Loads of prompts that the PE has sent into HBM, until ``Persist`` arrives.
+        self._loads: dict[str, _Load] = {}
 
     def persist(self, message: Persist) -> None:
         """Write a prompt's new blocks to storage; drop them if the request is no longer here.
 
         Does nothing if they are being written already.
         """
-        if self._active.is_persisted(message.request_id):
+        request_id = message.request_id
+        if self._active.is_persisted(request_id):
+            return
+        if hbm_blocks := self._hbm.blocks_of(request_id):
+            self._persist_from_hbm(message, hbm_blocks)
             return
         blocks = BlockRun(message.first_block, len(message.keys))
-        held = self._buffer.slots_of(message.request_id)
+        held = self._buffer.slots_of(request_id)
         slots = held[blocks.first : blocks.end]
         # Without new blocks as well: the hit's blocks are cached from these slots.
         complete = len(held) >= blocks.end or not self._moves_bytes
-        if not complete or not self._active.is_active(message.request_id):
+        if not complete or not self._active.is_active(request_id):
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
             return
         self._buffer.pin(slots)
         self._cache(message, held)
         # From here on another thread may free the request's slots, once its KV is in HBM.
-        self._active.persist_seen(message.request_id)
-        step = step_of(PERSIST_PROMPT, self._geometry, blocks, slots=slots)
+        self._active.persist_seen(request_id)
+        self._write(request_id, blocks, slots, message.keys, message.origin)
+        self._free_if_served(request_id)
+
+    def _write(
+        self,
+        request_id: str,
+        blocks: BlockRun,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        origin: BlockOrigin,
+    ) -> None:
+        """Write blocks from pinned slots of the buffer, then unpin the slots."""
+        step = step_of(PERSIST_PROMPT, self._geometry, blocks, slots=tuple(slots))
         sources = [self._buffer.view(slot) for slot in slots]
         over = functools.partial(self._buffer.unpin, slots)
-        self._persister.add(
-            WriteTask(message.request_id, step, message.keys, sources, over, message.origin)
-        )
-        self._free_if_served(message.request_id)
+        self._persister.add(WriteTask(request_id, step, keys, sources, over, origin))
 
     def _persist_with(self, transfer: DecodeTransfer) -> None:
         """Write the new blocks of a prompt whose KV is complete, as its transfer orders."""
@@ -401,6 +467,52 @@ class ServedPrompts:
             parent = hit_keys[begin - 1] if begin else chain_root()
             self._buffer.cache_blocks(message.request_id, slots, keys, parent)
 
+    def _persist_from_hbm(self, message: Persist, hbm_blocks: Sequence[int]) -> None:
+        """Write a prompt's new blocks from where they are: reserved HBM, or slots of the buffer.
+
+        For the DRAM cache alone, hits that the PE has sent leave HBM as well.
+        """
+        request_id, first = message.request_id, message.first_block
+        keys = message.hit_keys + message.keys
+        known = len(message.hit_keys) == first and len(hbm_blocks) >= len(keys)
+        if not known or not self._active.is_active(request_id):
+            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
+            return
+        tenant = message.origin.tenant
+        parents = (chain_root(), *keys)
+        in_slots: set[int] = set()
+        for run in message.hits:
+            in_slots.update(range(run.blocks.first, run.blocks.end))
+            if run.blocks.end > len(keys) or not self._buffer.pin_some(request_id, run.slots):
+                # Neither in the slots nor, before its load, in HBM.
+                lost = min(run.blocks.end, len(keys)) - max(first, run.blocks.first)
+                self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, max(lost, 0))
+                continue
+            own = keys[run.blocks.first : run.blocks.end]
+            before = parents[run.blocks.first]
+            self._buffer.cache_blocks(request_id, run.slots, own, before)
+            new = max(first, run.blocks.first)
+            skipped = max(min(new, run.blocks.end) - run.blocks.first, 0)
+            self._buffer.unpin(run.slots[:skipped])
+            if new < run.blocks.end:
+                blocks = BlockRun(new, run.blocks.end - new)
+                origin = BlockOrigin(parents[new], tenant)
+                slots = run.slots[skipped:]
+                self._write(request_id, blocks, slots, keys[new : run.blocks.end], origin)
+        sent = [
+            GeneratedBlock(hbm_blocks[block], keys[block], parents[block], tenant)
+            for block in range(len(keys))
+            if block not in in_slots
+        ]
+        cached = sum(block not in in_slots for block in range(first))
+        self._leave_hbm(sent[cached:], sent[:cached])
+        self._active.persist_seen(request_id)
+        with self._lock:
+            load = self._loads.pop(request_id, None)
+        if load is not None:
+            self._load_hits(load)
+        self._free_if_served(request_id)
+
     def fill_hbm(
         self,
         decode_transfer: DecodeTransfer,
@@ -415,6 +527,9 @@ class ServedPrompts:
         if not self._moves_bytes:
             self._kv_in_hbm(request_id, 0.0)
             done(None)
+            return
+        if decode_transfer.in_hbm:
+            self._load_reserved(_Load(decode_transfer, hbm_blocks, done, start_ns))
             return
         number = self._rank.work.begin()
 
@@ -435,6 +550,61 @@ class ServedPrompts:
             prompt = PromptLayout(self._geometry, decode_transfer.prompt_tokens, de_slots=slots)
             self._rank.copier.into_hbm(request_id, decode_steps(prompt), hbm_blocks, copied)
 
+    def _load_reserved(self, load: "_Load") -> None:
+        """Load a prompt that the PE has sent into HBM, once ``Persist`` states that all is there.
+
+        The request may arrive before that message, as it travels on another connection.
+        """
+        request_id = load.transfer.request_id
+        with self._lock:
+            complete = self._active.is_complete(request_id)
+            if complete is False and self._hbm.blocks_of(request_id):
+                self._loads[request_id] = load
+                return
+        if complete:
+            self._load_hits(load)
+        else:
+            self._counters.add(Counter.STALE_TRANSFERS, 1)
+            load.done(_released(request_id))
+
+    def _load_hits(self, load: "_Load") -> None:
+        """Copy the hits in the buffer into the reserved blocks; then the engine owns these."""
+        transfer, request_id = load.transfer, load.transfer.request_id
+        reserved = self._hbm.blocks_of(request_id)
+        slots = [slot for run in transfer.hits for slot in run.slots]
+        named = zip(load.hbm_blocks, reserved, strict=False)
+        if not reserved or any(block not in (NO_BLOCK, own) for block, own in named):
+            self._counters.add(Counter.STALE_TRANSFERS, 1)
+            load.done(f"request {request_id}: its HBM blocks have a new owner")
+            return
+        if not self._buffer.pin_some(request_id, slots):
+            self._counters.add(Counter.STALE_TRANSFERS, 1)
+            load.done(f"request {request_id}: its DE buffer slots have a new owner")
+            return
+        # The router may release the request during the copy, which then still writes.
+        self._holder.hold(reserved)
+
+        def copied(error: str | None) -> None:
+            self._buffer.unpin(set(slots))
+            if error is None and not self._hbm.hand_over(request_id):
+                error = _released(request_id)
+            self._holder.unhold(reserved)
+            if error is None:
+                self._kv_in_hbm(request_id, (self._trace.now_ns() - load.start_ns) / _NS_PER_S)
+            load.done(error)
+
+        prompt = PromptLayout(
+            self._geometry, transfer.prompt_tokens, transfer.hits, handover=Handover.HBM
+        )
+        self._rank.copier.into_hbm(request_id, decode_steps(prompt), load.hbm_blocks, copied)
+
+    def released(self, request_id: str) -> None:
+        """The request is released: its load, if it waits for ``Persist``, has failed."""
+        with self._lock:
+            load = self._loads.pop(request_id, None)
+        if load is not None:
+            load.done(_released(request_id))
+
     def _kv_in_hbm(self, request_id: str, h2d_s: float) -> None:
         is_over = self._active.kv_in_hbm(request_id)
         self._send(KvInHbm(request_id=request_id, h2d_s=h2d_s))
@@ -453,6 +623,19 @@ class ServedPrompts:
             self._buffer.release(request_id)
 
 
+def _released(request_id: str) -> str:
+    return f"request {request_id}: it was released before its KV was in HBM"
+
+
+class _Load(NamedTuple):
+    """The load of a prompt that the PE has sent into HBM."""
+
+    transfer: DecodeTransfer
+    hbm_blocks: Sequence[HbmBlock]
+    done: Callable[[str | None], None]
+    start_ns: int
+
+
 # ------------------------------------------------------------------------------- in-doubt requests
 # The teardown of a session at an engine: only in-doubt requests are left.
 
@@ -468,7 +651,8 @@ class InDoubt(NamedTuple):
 class SessionTeardown:
     """Ends sessions and tracks in-doubt requests; methods may be called from any thread.
 
-    ``cancel_reads`` drops a request's storage reads.
+    ``hbm`` are the HBM blocks reserved for requests; ``cancel`` drops a request's storage reads and
+    its load into HBM.
     """
 
     def __init__(
@@ -476,10 +660,12 @@ class SessionTeardown:
         role: Role,
         active: ActiveRequests,
         buffer: BlockBuffer,
+        hbm: HbmReservations,
         peers: Peers,
-        cancel_reads: Callable[[str], None],
+        cancel: Callable[[str], None],
     ) -> None:
-        self._cancel_reads = cancel_reads
+        self._cancel = cancel
+        self._hbm = hbm
         self._role = role
         self._active = active
         self._buffer = buffer
@@ -489,21 +675,23 @@ class SessionTeardown:
     def end_session(self, reason: str) -> None:
         """Drop all requests except those that decode, which hold no slots any more.
 
-        Memory to which transfers may still write is not reused: a DE's slots are quarantined until
-        the router confirms that they have no writer, a PE's requests in a forward pass stay until
-        it is over.
+        Memory to which transfers may still write is not reused: a DE's slots and reserved HBM are
+        quarantined until the router confirms that they have no writer, a PE's requests in a forward
+        pass stay until it is over.
         """
         for request_id, awaits_kv in self._active.end_session(reason).items():
-            self._cancel_reads(request_id)
-            if awaits_kv and self._role is Role.DECODE:
-                self._buffer.quarantine(request_id)
-            self._buffer.release(request_id)
+            self._cancel(request_id)
+            for memory in (self._buffer, self._hbm):
+                if awaits_kv and self._role is Role.DECODE:
+                    memory.quarantine(request_id)
+                memory.release(request_id)
 
     def in_doubt(self) -> InDoubt:
         """Return the in-doubt requests, for the next ``Register``."""
         unsettled = self._active.unsettled()
         self._reported_unsettled.update(unsettled)
-        return InDoubt(unsettled, self._buffer.quarantined(), self._peers.writers())
+        quarantined = dict.fromkeys((*self._buffer.quarantined(), *self._hbm.quarantined()))
+        return InDoubt(unsettled, tuple(quarantined), self._peers.writers())
 
     def settled_since(self) -> list[str]:
         """A session begins: return requests that have settled since they were reported in doubt."""

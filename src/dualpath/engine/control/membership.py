@@ -24,6 +24,7 @@ from dualpath.core.control import (
 )
 from dualpath.core.key_cache import Adapter
 from dualpath.core.rates import Rate, RateOrigin, Rates
+from dualpath.engine.buffer.hbm_reservations import HbmPool
 from dualpath.engine.control.link import ControlLink
 from dualpath.engine.control.surroundings import LIVE, Surroundings
 from dualpath.engine.control.traffic_manager import TrafficManager
@@ -89,6 +90,7 @@ class Membership:
         holder: BlockHolder | None = None,
         place: RankPlace = ALONE,
         former_epoch: str | None = None,
+        hbm_pool: HbmPool | None = None,
     ) -> None:
         self.settings = settings
         self.rates = Rates(read_bytes=_bounded(settings.snic_bytes_per_s))
@@ -129,6 +131,7 @@ class Membership:
             holder,
             place,
             surroundings.open_node_dram(settings, namespace),
+            hbm_pool,
         )
 
     def join(
@@ -311,6 +314,7 @@ class Membership:
             dp=dp,
             adapters=self._model.adapters,
             node_dram=manager.node_dram,
+            hbm_refusal=manager.hbm_refusal,
         )
 
 

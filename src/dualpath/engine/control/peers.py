@@ -1,7 +1,7 @@
 """The engines of the other role that one engine shares requests with."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -143,12 +143,14 @@ class Peers:
     def _connect(self, peer: EngineAddress) -> None:
         for agent in self._of(peer):
             if agent.agent not in self._connected:
-                self._connect_agent(peer.engine_id, agent_info(agent))
+                self._connect_agent(peer.engine_id, agent)
 
-    def _connect_agent(self, engine_id: str, agent: AgentInfo) -> None:
+    def _connect_agent(self, engine_id: str, address: AgentAddress) -> None:
+        agent = agent_info(address)
         buffers = (region for region in agent.regions if region.name == BUFFER_REGION)
         try:
             views = [view for buffer in buffers for view in self._views.of(buffer)]
+            views += self._views.of_hbm([_region(view) for view in address.hbm])
             self._transport.connect(agent, views)
         except ConfigError as error:
             raise TransportError(f"engine {engine_id}: {error}") from error
@@ -157,11 +159,20 @@ class Peers:
 
 def agent_info(address: AgentAddress) -> AgentInfo:
     """Return an agent in the form of transports."""
-    regions = tuple(RegionInfo(**msgspec.structs.asdict(r)) for r in address.regions)
+    regions = tuple(map(_region, address.regions))
     return AgentInfo(address.agent, address.metadata, regions, address.shared)
 
 
-def agent_address(info: AgentInfo) -> AgentAddress:
-    """Return an agent of a transport in the wire form."""
-    regions = tuple(RegionAddress(**msgspec.structs.asdict(r)) for r in info.regions)
-    return AgentAddress(info.agent, info.metadata, regions, info.shared)
+def agent_address(info: AgentInfo, hbm: Sequence[RegionInfo] = ()) -> AgentAddress:
+    """Return an agent of a transport in the wire form; ``hbm`` are the views of its KV in HBM."""
+    regions = tuple(map(_region_address, info.regions))
+    views = tuple(map(_region_address, hbm))
+    return AgentAddress(info.agent, info.metadata, regions, info.shared, views)
+
+
+def _region(address: RegionAddress) -> RegionInfo:
+    return RegionInfo(**msgspec.structs.asdict(address))
+
+
+def _region_address(region: RegionInfo) -> RegionAddress:
+    return RegionAddress(**msgspec.structs.asdict(region))

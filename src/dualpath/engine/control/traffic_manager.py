@@ -47,8 +47,10 @@ from dualpath.engine.block_events import BlockEvents, Medium
 from dualpath.engine.buffer.block_buffer import BlockBuffer, Grant
 from dualpath.engine.buffer.dram_tier import DramTier, Retention
 from dualpath.engine.buffer.engine_memory import EngineMemory
+from dualpath.engine.buffer.hbm_reservations import HbmPool, HbmReservations
 from dualpath.engine.control.assigned_requests import (
     ActiveRequests,
+    HbmWanted,
     InDoubt,
     ServedPrompts,
     SessionTeardown,
@@ -96,7 +98,8 @@ class TrafficManager:
 
     ``has_exited`` returns whether a process of this machine has ended; ``holder`` holds HBM blocks
     back from reuse while a late transfer may still write to them; ``node_dram`` is the DRAM cache
-    that engines of the node share.
+    that engines of the node share.  ``hbm_pool`` reserves a DE's HBM for prompts that PEs send
+    there, None if they may not.
     """
 
     def __init__(
@@ -113,13 +116,15 @@ class TrafficManager:
         holder: BlockHolder | None = None,
         place: RankPlace = ALONE,
         node_dram: NodeDram | None = None,
+        hbm_pool: HbmPool | None = None,
     ) -> None:
         self.settings = settings
         self._send, self._has_exited = send, has_exited
         holder = holder or NoHolder()
         self._device = device or HostDevice()
         self._rank = rank = Rank(
-            *(settings, geometry, transport, hbm, self._device, holder, threads, place)
+            *(settings, geometry, transport, hbm, self._device, holder, threads, place),
+            reserves_hbm=hbm_pool is not None,
         )
         self.geometry = geometry
         self.counters = counters = rank.counters
@@ -140,6 +145,8 @@ class TrafficManager:
         #: Assignments with a read that waits for their slots, and whether the router knows that.
         self._grant_reads: dict[str, _GrantRead] = {}
         self._grant_lock = threads.lock()
+        #: HBM reserved for prompts that PEs send there.
+        self.reserved_hbm = HbmReservations(hbm_pool, threads)
         self._tier = DramTier(self.buffer, counters, send, node_dram, self.block_events)
         self._reader = ReadQueue(
             storage,
@@ -155,7 +162,7 @@ class TrafficManager:
         )
         self._retention = Retention(self.buffer, self._reader.fetch, self._reader.cancel_fetch)
         self._teardown = SessionTeardown(
-            settings.role, self.active, self.buffer, rank.peers, self._cancel_reads
+            *(settings.role, self.active, self.buffer, self.reserved_hbm, rank.peers, self._cancel)
         )
         staging = settings.staging_blocks
         self.staging = BlockBuffer(
@@ -169,11 +176,12 @@ class TrafficManager:
             stored=functools.partial(self.block_events.stored, Medium.STORAGE),
         )
         self._generated = GeneratedBlocks(
-            rank, self.staging, self.persister, self.buffer.cache_copy
+            rank, self.staging, self.persister, self.buffer.cache_copy, holder
         )
         self._lookups = Lookups(storage, self.persister.pending, self.counters, send, threads)
         self._prompts = ServedPrompts(
-            *(rank, self.active, self.buffer, self.persister, send),
+            *(rank, self.active, self.buffer, self.persister, send, self.reserved_hbm),
+            *(self._leave_hbm, holder),
             moves_bytes=settings.mode.moves_bytes,
         )
         self._report_seq = 0
@@ -198,6 +206,11 @@ class TrafficManager:
                 process or HostProcess(), ranks=self._rank.other_processes
             ),
         )
+
+    @property
+    def hbm_refusal(self) -> str:
+        """Why it takes no part in hand-overs in HBM, empty if it does."""
+        return self._rank.hbm_refusal
 
     @property
     def node_dram(self) -> NodeDramShare | None:
@@ -315,15 +328,21 @@ class TrafficManager:
         Raises ``BadRequestError`` if an earlier request of this id is still here,
         ``BufferTooSmallError`` for more slots than the buffer has.
         """
-        if self.active.is_known(message.request_id) or self.buffer.has_request(message.request_id):
+        known = (self.active.is_known, self.buffer.has_request, self.reserved_hbm.has_request)
+        if any(here(message.request_id) for here in known):
             raise BadRequestError(
                 f"request {message.request_id}: an earlier request of this name has not left the "
                 "engine; send it under another id"
             )
-        self.active.add(message.request_id, message.tokens, self.trace.now_ns(), message.keys)
-        if message.reserve_blocks == 0:
-            return
+        wanted = HbmWanted(message.hbm_prompt_tokens, message.hbm_new_tokens)
+        if wanted.prompt_tokens:
+            self.reserved_hbm.check(message.request_id, *wanted)
         request_id, shared = message.request_id, message.keys[: message.shared_blocks]
+        self.active.add(request_id, message.tokens, self.trace.now_ns(), message.keys, wanted)
+        if message.reserve_blocks == 0:
+            if wanted.prompt_tokens:
+                self._reserve_hbm(Grant(request_id, ()), wanted)
+            return
         if (read := message.read) is not None:
             end = read.first_slot + read.run.blocks.count
             if end > min(message.reserve_blocks, len(message.keys)):
@@ -349,19 +368,20 @@ class TrafficManager:
     def _granted(self, grant: Grant) -> None:
         with self._grant_lock:
             begun = self._grant_reads.pop(grant.request_id, None)
-        assigned_ns = self.active.assigned_ns(grant.request_id)
-        if assigned_ns is None:  # released while waiting
+        if (wanted := self.active.hbm_wanted(grant.request_id)) is None:  # released while waiting
             self.buffer.release(grant.request_id)
             return
-        wait_s = (self.trace.now_ns() - assigned_ns) / _NS_PER_S
         self._tier.granted(grant)
+        if wanted.prompt_tokens:
+            self._reserve_hbm(grant, wanted)
+            return
         run = None if begun is None else begun.read.behind(grant.cached)
         if begun is None or run is None or begun.announced:
-            self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.cached))
+            self._reserved(grant, ())
         if begun is not None and run is not None:
-            self._read_granted(grant, begun, run, wait_s)
+            self._read_granted(grant, begun, run)
 
-    def _read_granted(self, grant: Grant, begun: "_GrantRead", run: HitRun, wait_s: float) -> None:
+    def _read_granted(self, grant: Grant, begun: "_GrantRead", run: HitRun) -> None:
         """Begin the read of an assignment whose slots are granted; ``ReadDone`` follows."""
         read = begun.read
         first = read.first_slot + run.blocks.first - read.run.blocks.first
@@ -374,14 +394,50 @@ class TrafficManager:
                 self.trace.now_ns(),
                 read.deadline_s,
                 begun.keys[first - 1] if first else read.parent,
-                (grant, wait_s),
+                (grant, self._wait_s(grant) or 0.0),
             )
         )
+
+    def _reserve_hbm(self, grant: Grant, wanted: HbmWanted) -> None:
+        """Reserve HBM for a request that has its slots.
+
+        Slots come first: what holds HBM then waits for no slots, while requests that receive KV in
+        the buffer hold slots and wait for HBM.
+        """
+        request_id, prompt_blocks = grant.request_id, self.geometry.blocks_for(wanted.prompt_tokens)
+
+        def granted(blocks: tuple[int, ...]) -> None:
+            if self.reserved_hbm.takes_free_hbm:
+                self.active.hbm_allocated(request_id)
+            self._reserved(grant, blocks[:prompt_blocks])
+
+        self.reserved_hbm.request(request_id, *wanted, granted)
+
+    def _reserved(self, grant: Grant, hbm_blocks: tuple[int, ...]) -> None:
+        wait_s = self._wait_s(grant)
+        if wait_s is None:  # released meanwhile, which has freed everything
+            return
+        self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.cached, hbm_blocks))
+
+    def _wait_s(self, grant: Grant) -> float | None:
+        """Return for how long a request has waited; None if it was released meanwhile."""
+        assigned_ns = self.active.assigned_ns(grant.request_id)
+        return None if assigned_ns is None else (self.trace.now_ns() - assigned_ns) / _NS_PER_S
 
     def _cancel_reads(self, request_id: str) -> None:
         with self._grant_lock:
             self._grant_reads.pop(request_id, None)
         self._reader.cancel(request_id)
+
+    def _cancel(self, request_id: str) -> None:
+        """Drop what a request waits for: its storage reads, and its load into HBM."""
+        self._cancel_reads(request_id)
+        self._prompts.released(request_id)
+
+    def _leave_hbm(self, new: Sequence[GeneratedBlock], hits: Sequence[GeneratedBlock]) -> None:
+        """Write a prompt's new blocks to storage; hits leave HBM only for the DRAM cache."""
+        missing = {*self.buffer.missing([hit.key for hit in hits])} if self.buffer.caches else ()
+        self._generated.persist_prompt(new, [hit for hit in hits if hit.key in missing])
 
     def _read(self, message: Read) -> None:
         """Queue the storage reads of a run of blocks; ``ReadDone`` follows."""
@@ -405,11 +461,13 @@ class TrafficManager:
     def _free(self, message: Release) -> None:
         self._cancel_reads(message.request_id)
         self.active.drop(message.request_id)
-        if message.writer_certain:
-            self.buffer.end_quarantine(message.request_id)
-        else:
-            self.buffer.quarantine(message.request_id)
-        self.buffer.release(message.request_id)
+        self._prompts.released(message.request_id)
+        for memory in (self.buffer, self.reserved_hbm):
+            if message.writer_certain:
+                memory.end_quarantine(message.request_id)
+            else:
+                memory.quarantine(message.request_id)
+            memory.release(message.request_id)
 
     def end_session(self, reason: str) -> None:
         """Drop the requests that do not decode yet, as the router does (``assigned_requests``).
@@ -484,7 +542,9 @@ class TrafficManager:
     ) -> None:
         """Copy a prompt's KV from the DE buffer to HBM (labels 8-9), then free its slots.
 
-        ``done`` gets None or the error, on the thread that ends the copy.
+        ``done`` gets None or the error, on the thread that ends the copy.  If the PE has sent KV
+        into reserved HBM, ``hbm_blocks`` are those of ``reserved_hbm``, and the engine's request
+        owns all of the reservation once ``done`` gets None.
         """
         self._prompts.fill_hbm(decode_transfer, hbm_blocks, done)
 
@@ -498,8 +558,9 @@ class TrafficManager:
     def close(self, limit: TimeLimit) -> bool:
         """Finish writes, stop all threads and free memory, within the limit; idempotent.
 
-        Return whether the threads that move bytes have ended.
+        Return whether the threads that move bytes have ended, and no PE may write to HBM.
         """
+        self._generated.close(limit)
         moved = self._rank.close(limit)
         written = self.persister.close(limit)
         self._lookups.close(limit)
@@ -508,6 +569,8 @@ class TrafficManager:
         alone = self._rank.group.size == 1
         if alone and moved and written and read and not self.buffer.quarantined():
             self.unused_memory = self._rank.memory
+        # The next data plane of this process may have the same HBM, to which a PE may still write.
+        moved = moved and not self.reserved_hbm.quarantined()
         self._transport.close()
         self._device.close()
         self._storage.close()

@@ -70,8 +70,14 @@ class TransferChecks:
                     f"request {request_id}: a hit of {prompt_tokens} tokens ends within a block of "
                     f"{self._geometry.block_tokens}; send it through the router"
                 )
-            _check_slots(request_id, "slots", transfer.slots, blocks, self._own_slots)
+            if transfer.in_hbm:
+                self._check_in_buffer(transfer)
+            wanted = 0 if transfer.in_hbm else blocks
+            _check_slots(request_id, "slots", transfer.slots, wanted, self._own_slots)
             return
+        if transfer.de_hbm_blocks:
+            _check_slots(request_id, "de_hbm_blocks", transfer.de_hbm_blocks, blocks, _MAX_SLOTS)
+            blocks = 0
         _check_slots(request_id, "de_slots", transfer.de_slots, blocks, _MAX_SLOTS)
         if not 0 <= transfer.hit_blocks <= self._geometry.max_hit_blocks(prompt_tokens):
             raise BadRequestError(
@@ -81,6 +87,25 @@ class TransferChecks:
         if self._moves_bytes:
             _check_hits(transfer, self._own_slots)
             _check_windows(transfer, self._geometry.whole_from(transfer.hit_blocks))
+
+    def _check_in_buffer(self, transfer: DecodeTransfer) -> None:
+        """Raise ``BadRequestError`` for hits in the buffer that cannot be those of the prompt."""
+        block = 0
+        for run in transfer.hits:
+            if run.side is not Role.DECODE or run.blocks.first < block:
+                raise BadRequestError(
+                    f"request {transfer.request_id}: hits at block {run.blocks.first} of the "
+                    f"{run.side} engine, expected are those of the decode engine from block "
+                    f"{block} on; send it through the router"
+                )
+            _check_slots(transfer.request_id, "hits", run.slots, run.blocks.count, self._own_slots)
+            block = run.blocks.end
+        most = self._geometry.max_hit_blocks(transfer.prompt_tokens)
+        if block > most or transfer.hit_key_tail or not self._moves_bytes:
+            raise BadRequestError(
+                f"request {transfer.request_id}: {block} hit blocks, of at most {most}, of a whole "
+                "prompt whose KV is in HBM; send it through the router"
+            )
 
 
 def check_prompt(

@@ -1,10 +1,15 @@
-"""Generated KV is copied from a decode engine's HBM into staging slots and then written to storage.
+"""KV is copied from a decode engine's HBM into staging slots and then written to storage.
 
-The HBM block is free as soon as its copy is in a staging slot; the write takes longer.
+The HBM block is free as soon as its copy is in a staging slot; the write takes longer.  Generated
+blocks leave HBM within the step that fills them, and are dropped if all slots are in use.  Blocks
+of a prompt that a PE has sent into HBM wait for slots: they can be more than there are slots, and
+no step waits for them.  Their HBM is held back from reuse until its copy is over, also if the
+request ends before.
 """
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,8 +19,10 @@ from dualpath.engine.buffer.block_buffer import BlockBuffer
 from dualpath.engine.counters import Counter
 from dualpath.engine.io.persister import Persister, WriteTask
 from dualpath.engine.passes.hbm_copy import BlockOut
-from dualpath.engine.passes.hbm_layout import HbmBlock
+from dualpath.engine.passes.hbm_layout import HbmBlock, block_ids
+from dualpath.engine.passes.pass_transfers import BlockHolder
 from dualpath.engine.ranks.rank import Rank
+from dualpath.engine.threads import TimeLimit
 from dualpath.plan.movements import PERSIST_GENERATED
 from dualpath.plan.steps import generated_steps, step_of
 
@@ -36,10 +43,10 @@ StagingOrder = tuple[tuple[int, int] | None, ...]
 
 
 class GeneratedBlocks:
-    """Persists full blocks of generated tokens; called on the engine's thread.
+    """Persists full blocks of generated tokens, and of prompts that arrive in HBM.
 
     ``cache`` gets the key, the parent key and the content of each block, to add it to the DRAM
-    cache.
+    cache; ``holder`` holds HBM blocks back from reuse.
     """
 
     def __init__(
@@ -48,13 +55,79 @@ class GeneratedBlocks:
         staging: BlockBuffer,
         persister: Persister,
         cache: Callable[[BlockKey, BlockKey, memoryview], object],
+        holder: BlockHolder,
     ) -> None:
+        self._holder = holder
+        #: Blocks of prompts that wait for a slot, and whether each is also written to storage.
+        self._waiting: deque[tuple[GeneratedBlock, bool]] = deque()
+        #: Blocks of prompts that are not copied yet.
+        self._left = 0
+        self._changed = rank.health.threads.condition()
+        self._closed = False
+        #: A prompt's blocks leave so many slots to generated blocks, which do not wait.
+        self._spared_slots = staging.capacity // 2
         self._geometry = rank.geometry
         self._rank = rank
         self._staging = staging
         self._persister = persister
         self._cache = cache
         self._counters = rank.counters
+
+    def persist_prompt(
+        self, blocks: Sequence[GeneratedBlock], only_cached: Sequence[GeneratedBlock] = ()
+    ) -> None:
+        """Write blocks of a prompt in HBM to storage, and copy ``only_cached`` to the DRAM cache.
+
+        May be called from any thread; returns at once.  Only for an engine of one rank, as the
+        others would have to copy the same block at the same time.
+        """
+        assert self._rank.group.size == 1, "several ranks do not receive KV in HBM"
+        self._holder.hold(block_ids(block.hbm_block for block in (*blocks, *only_cached)))
+        # Pending from here on: a look-up has to wait for the write.
+        self._persister.pending.begin([block.key for block in blocks])
+        leaving = [(block, True) for block in blocks] + [(block, False) for block in only_cached]
+        with self._changed:
+            self._left += len(leaving)
+
+        def queue() -> None:
+            self._waiting.extend(leaving)
+            self._stage()
+
+        self._rank.movers.pump.call(queue)
+
+    def _stage(self) -> None:
+        """Copy the next blocks into free slots; on the pump's thread."""
+        while self._waiting and not self._closed and self._staging.free > self._spared_slots:
+            if (slot := self._staging.allocate()) is None:
+                return
+            block, persisted = self._waiting.popleft()
+            out = self._block_out(slot, self._rank.work.begin(), block, persisted=persisted)
+
+            def copied(error: str | None, out: BlockOut = out) -> None:
+                self._holder.unhold(block_ids([out.hbm_block]))
+                with self._changed:
+                    self._left -= 1
+                    self._changed.notify_all()
+                out.done(error)
+
+            self._rank.copier.out_later(out._replace(done=copied))
+
+    def close(self, limit: TimeLimit) -> None:
+        """Copy waiting blocks of prompts, for up to half of the limit, and drop the others."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._left, limit.left_s() / 2):
+                self._closed = True
+                log.warning(
+                    "%d blocks of prompts are not persisted or cached: the engine ended before "
+                    "their copy out of HBM",
+                    self._left,
+                )
+                self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, self._left)
+
+    def _freed(self, slot: int) -> None:
+        self._staging.free_slot(slot)
+        if self._waiting:
+            self._rank.movers.pump.call(self._stage)
 
     def persist_keys(self, keys: Sequence[BlockKey]) -> None:
         """Queue blocks of which only the lengths are stored."""
@@ -86,7 +159,9 @@ class GeneratedBlocks:
         slot = self._staging.allocate()
         return None if slot is None else (slot, self._rank.work.begin())
 
-    def _block_out(self, slot: int, number: int, block: GeneratedBlock) -> BlockOut:
+    def _block_out(
+        self, slot: int, number: int, block: GeneratedBlock, *, persisted: bool = True
+    ) -> BlockOut:
         key, work = block.key, self._rank.work
         *copies, persist = generated_steps(self._geometry, slot)
 
@@ -96,12 +171,15 @@ class GeneratedBlocks:
         def all_copied(error: str | None) -> None:
             if error is None and not work.board.others_staged(slot, number):
                 error = "another rank of this engine could not copy it"
-            if error is None:
+            if error is None and not persisted:
+                written()
+            elif error is None:
                 sources = [self._staging.view(slot)]
                 origin = BlockOrigin(block.parent, block.tenant)
                 self._persister.add(WriteTask("", persist, [key], sources, written, origin))
             else:
-                self._drop(error)
+                if persisted:
+                    self._drop(error)
                 over()
 
         def written() -> None:
@@ -110,11 +188,12 @@ class GeneratedBlocks:
             over()
 
         def over() -> None:
-            self._staging.free_slot(slot)
-            self._persister.pending.end([key])
+            self._freed(slot)
+            if persisted:
+                self._persister.pending.end([key])
 
         return BlockOut(copies, block.hbm_block, copied)
 
     def _drop(self, reason: str) -> None:
-        log.warning("a generated block is not persisted: %s", reason)
+        log.warning("a block in HBM is not persisted: %s", reason)
         self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, 1)

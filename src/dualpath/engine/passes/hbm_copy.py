@@ -18,7 +18,7 @@ import msgspec
 
 from dualpath.core.errors import DualPathError
 from dualpath.core.runs import BlockRun
-from dualpath.engine.passes.device import DeviceEvent
+from dualpath.engine.passes.device import PASSED, DeviceEvent
 from dualpath.engine.passes.hbm_layout import NO_BLOCK, HbmBlock, block_ids
 from dualpath.engine.passes.pass_transfers import BlockHolder
 from dualpath.engine.passes.pump import TRIAL_S, Completion, Movers, TransferPump
@@ -278,6 +278,22 @@ class HbmCopier:
         for event in copy.device_events:
             self._device.wait(event)
         return [not copy.abandoned.is_set() for _ in blocks]
+
+    def out_later(self, block: BlockOut) -> None:
+        """Copy one block to its staging slot when few bytes are under way; on the pump's thread.
+
+        Nothing computes in the block meanwhile, and its KV has arrived: the copy waits for no work
+        of the device.
+        """
+
+        def post(over: Callable[[], None]) -> None:
+            def done(error: str | None) -> None:
+                over()
+                block.done(error)
+
+            self._copy_out([block._replace(done=done)], PASSED)
+
+        self.paced.add(sum(step.bytes for step in block.steps), post)
 
     def _copy_out(self, blocks: Sequence[BlockOut], earlier: DeviceEvent) -> _CopyOut:
         """Post one transfer per layer and part for all blocks; they end or fail together."""

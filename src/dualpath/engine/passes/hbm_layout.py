@@ -8,10 +8,13 @@ import msgspec
 from dualpath.core.blocks import WHOLE, BlockGeometry, PartSlice
 from dualpath.core.errors import ConfigError
 from dualpath.transport.contract import RegionInfo
+from dualpath.transport.memory import RegisteredMemory
 
 #: An engine's id of one block of a request in HBM; if groups of layers have separate block ids, one
 #: id for each group.
 HbmBlock = int | tuple[int, ...]
+#: Prefix of the names of views of another engine's HBM.
+HBM_REGION = "hbm-kv"
 #: In place of an id: the group has no such block, as it is outside the window of its layers; or
 #: the block is in the engine's HBM prefix cache and must not be written to.
 NO_BLOCK = -1
@@ -38,6 +41,7 @@ class HbmLayout(msgspec.Struct, frozen=True):
     same bytes (``engine.chunk_transfers``).  ``capacity_tokens`` of all layers.
     ``group_of_layer``: the group of block ids of each layer, empty if all layers have the same ids.
     ``layer_names`` are the engine's names of its layers, empty if they have numbers only.
+    ``owner`` is the allocation of ``memories``, None if the engine holds it.
     """
 
     memories: tuple[RegionInfo, ...]
@@ -45,6 +49,16 @@ class HbmLayout(msgspec.Struct, frozen=True):
     capacity_tokens: int
     group_of_layer: tuple[int, ...] = ()
     layer_names: tuple[str, ...] = ()
+    owner: RegisteredMemory | None = None
+
+    @property
+    def remote_views(self) -> tuple[RegionInfo, ...]:
+        """The views by which peers address its KV, by layer and part (``AgentAddress.hbm``)."""
+        return tuple(
+            msgspec.structs.replace(part.region, name=view_name(HBM_REGION, layer, number))
+            for layer, parts in enumerate(self.layers)
+            for number, part in enumerate(parts)
+        )
 
     def name_of(self, layer: int) -> str:
         """Return the name of a layer for messages."""
@@ -123,6 +137,14 @@ class PartViews:
             region.part(view_name(region.name, p.layer, p.part), p.offset_bytes, p.size_bytes)
             for p in self._moved
         )
+
+    def of_hbm(self, views: Sequence[RegionInfo]) -> tuple[RegionInfo, ...]:
+        """Return a peer's views of its HBM, one per part of each layer in order.
+
+        Empty if its blocks are cut differently from this rank's: then it gets KV in its buffer.
+        """
+        sizes = [moved.size_bytes for moved in self._moved]
+        return tuple(views) if [view.piece_bytes for view in views] == sizes else ()
 
 
 def view_name(region: str, layer: int, part: int) -> str:

@@ -459,7 +459,7 @@ def open_movers(
     ``views`` defines the views of their parts.  Raises ``ConfigError`` if the device or the network
     cannot register memory.
     """
-    for region, memory in (*buffers, *((region, hbm) for region in hbm.memories)):
+    for region, memory in (*buffers, *((region, hbm.owner or hbm) for region in hbm.memories)):
         if region.memory == "DRAM":
             device.pin(region.base_address, span_bytes(region), memory)
         transport.register(region, memory)

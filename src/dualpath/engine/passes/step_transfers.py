@@ -15,12 +15,13 @@ import numpy as np
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
+from dualpath.core.modes import Handover
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION
 from dualpath.engine.counters import Counters
 from dualpath.engine.passes.device import PASSED, Device, DeviceCopier, DeviceCopy, DeviceEvent
-from dualpath.engine.passes.hbm_layout import HbmLayout, view_name
+from dualpath.engine.passes.hbm_layout import HBM_REGION, HbmLayout, view_name
 from dualpath.plan.movements import Place
 from dualpath.plan.steps import PromptLayout, Step
 from dualpath.transport.contract import Direction, PieceIndices, Transfer, Transport, post_together
@@ -54,7 +55,11 @@ class PrefillChunk(msgspec.Struct, frozen=True):
     def layout(self, geometry: BlockGeometry) -> PromptLayout:
         """Return the plan's view of the prompt."""
         transfer = self.transfer
-        return PromptLayout(geometry, transfer.prompt_tokens, transfer.hits, transfer.de_slots)
+        if transfer.de_hbm_blocks:
+            there, handover = transfer.de_hbm_blocks, Handover.HBM
+        else:
+            there, handover = transfer.de_slots, Handover.BUFFER
+        return PromptLayout(geometry, transfer.prompt_tokens, transfer.hits, there, handover)
 
 
 class Replica(msgspec.Struct, frozen=True):
@@ -118,12 +123,12 @@ class StepTransfers:
         self.group_of_layer = hbm.group_of_layer
         self.layer_name = hbm.name_of
         self._hbm_regions = [tuple(part.region.name for part in parts) for parts in hbm.layers]
-        self._dram_regions = {
+        self._view_names = {
             region: [
                 tuple(view_name(region, layer, part) for part in range(len(parts)))
                 for layer, parts in enumerate(hbm.layers)
             ]
-            for region in (BUFFER_REGION, STAGING_REGION)
+            for region in (BUFFER_REGION, STAGING_REGION, HBM_REGION)
         }
 
     @property
@@ -197,12 +202,12 @@ class StepTransfers:
     def _end(self, place: Place, step: Step, hbm_blocks: Sequence[int]) -> _End:
         """Return the regions and pieces of this rank at one end of a step."""
         assert step.layer is not None, "Full Blocks are moved by storage"
-        region = _DRAM_REGIONS.get(place)
-        if region is None:
+        region = _DRAM_REGIONS.get(place, HBM_REGION)
+        if place in _HBM and place.side is self._side:
             regions = self._hbm_regions[step.layer]
             pieces = tuple(hbm_blocks[step.blocks.first : step.blocks.end])
         else:
-            regions, pieces = self._dram_regions[region][step.layer], step.slots
+            regions, pieces = self._view_names[region][step.layer], step.slots
         if self._divided(step):
             replica = self._replica
             mine = (p for i, p in enumerate(pieces) if replica.turn(step, i) == replica.index)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dualpath.core.blocks import BlockGeometry, PartSlice
-from dualpath.core.cluster import AgentAddress, EngineAddress, HostProcess
+from dualpath.core.cluster import AgentAddress, EngineAddress, HostProcess, Role
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION, buffer_region
 from dualpath.engine.buffer.engine_memory import EngineMemory, open_memory
 from dualpath.engine.control.peers import Peers, agent_address
@@ -65,9 +65,26 @@ def rank_place(group: RankGroup, slices: int) -> tuple[RankPlace, PartSlice]:
     return place, PartSlice(group.rank // replicas, slices)
 
 
+def _hbm_refusal(settings: EngineSettings, hbm: HbmLayout, ranks: int, *, reserves: bool) -> str:
+    """Return why an engine with this HBM takes no part in hand-overs in HBM, empty if it does."""
+    if ranks > 1:
+        return f"it has {ranks} ranks, and KV is handed over in HBM between engines of one rank"
+    if settings.role is Role.PREFILL:
+        return ""
+    if not reserves:
+        return "no part of its HBM receives prompts; set receive_hbm_share"
+    if settings.transport == "memory" and (hbm.owner is None or hbm.owner.file is None):
+        return (
+            "its transport is memory, and its HBM is not in a memory file that other processes can "
+            "map (CUDA IPC is not used); set transport to auto or nixl"
+        )
+    return ""
+
+
 class Rank:
     """Memory, transport, threads and peers of one rank.
 
+    ``reserves_hbm``: a DE can reserve HBM for prompts that PEs send there.
     Every rank of an engine creates one.  Raises ``ConfigError`` if memory or the network is not
     available.
     """
@@ -82,6 +99,8 @@ class Rank:
         holder: BlockHolder,
         threads: Threads,
         place: RankPlace,
+        *,
+        reserves_hbm: bool = False,
     ) -> None:
         self.geometry = geometry
         self.health = Health(threads)
@@ -116,7 +135,11 @@ class Rank:
         )
         self.copier = HbmCopier(self.movers, holder)
         self._place = place
-        ranks = self.group.gather((agent_address(transport.info()), place.this_process()))
+        #: Why prefill engines may not write into this engine's HBM, empty if they may.
+        self.hbm_refusal = _hbm_refusal(settings, hbm, self.group.size, reserves=reserves_hbm)
+        offered = hbm.remote_views if settings.role is Role.DECODE and not self.hbm_refusal else ()
+        address = agent_address(transport.info(), offered)
+        ranks = self.group.gather((address, place.this_process()))
         #: The addresses of all ranks, and the processes of all ranks except the first.
         self.agents: tuple[AgentAddress, ...] = tuple(agent for agent, _ in ranks)
         self.other_processes: tuple[HostProcess, ...] = tuple(process for _, process in ranks[1:])

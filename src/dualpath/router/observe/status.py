@@ -91,6 +91,8 @@ def _assignment(request: Request, assignment: Assignment, block_tokens: int) -> 
         "pe_reason": assignment.pe_reason,
         "de_reason": assignment.de_reason,
         "read_reason": assignment.read_reason,
+        "handover": assignment.handover.value,
+        "handover_reason": assignment.handover_reason,
     }
 
 

@@ -24,6 +24,10 @@ Slots with cached blocks are shared and must not be written to.  At a DE they ar
 the prompt and only these: no run before them can turn out short, in which case the PE would
 recompute what follows and write it there.
 
+*Hand-over in HBM.*  With such an assignment the DE reserves slots only for the hits that it reads
+or caches, then HBM for the prompt, and the PE sends the prompt's KV there.  Slots come before HBM,
+and both before the PE's slots: a request that holds HBM of a DE waits for no slots of that DE.
+
 *Append at the DE.*  If the assignment has no PE, the DE reserves slots for the hit alone, and the
 front end sends it the request as soon as they are filled.  If a part of the hit turns out to be
 lost, the attempt ends in ``HitLostError``, and the next one has a PE.
@@ -60,6 +64,7 @@ from dualpath.core.control import (
     Sync,
 )
 from dualpath.core.errors import EngineLostError, HitLostError, TransportError
+from dualpath.core.modes import Handover
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import CallAssignment, DecodeTransfer, PrefillTransfer
@@ -167,15 +172,17 @@ class EngineAttempt(AttemptChannel):
         if self._appends:
             tokens = self._wanted_blocks * self._scheduler.block_tokens
             tail = order.keys[self._wanted_blocks - 1]
+        hits, in_hbm = side_of(self._loaded.hits, Role.DECODE), bool(self._loaded.de_hbm_blocks)
         return DecodeTransfer(
             request_id=self.attempt_id,
             prompt_tokens=tokens,
-            slots=self._loaded.de_slots,
+            slots=() if in_hbm else self._loaded.de_slots,
             tenant=order.tenant,
             hit_key_tail=tail,
             prompt_digest=order.prompt_digest,
-            hits=tuple(run.with_slots(()) for run in side_of(self._loaded.hits, Role.DECODE)),
-            persist_from=self._first_unstored_block(),
+            hits=tuple(hits if in_hbm else (run.with_slots(()) for run in hits)),
+            in_hbm=in_hbm,
+            persist_from=None if in_hbm else self._first_unstored_block(),
         )
 
     # ------------------------------------------------------------------ ScheduledAttempt
@@ -188,7 +195,7 @@ class EngineAttempt(AttemptChannel):
         self.check()
         if self._appends:
             return Prepared(self.decode_transfer, None)
-        if loaded.de_slots:
+        if loaded.de_slots or loaded.de_hbm_blocks:
             holder, writer = self._decode_engine.engine_id, self._prefill_engine.writer
             self._scheduler.releases.writer_started(self.attempt_id, writer, holder)
         self._done = self.expect(PrefillDone, self._prefill_engine.engine_id)
@@ -200,10 +207,11 @@ class EngineAttempt(AttemptChannel):
             hits=loaded.hits,
             decode_engine=self._decode_engine.engine_id,
             decode_epoch=self._decode_engine.epoch,
-            de_slots=loaded.de_slots,
+            de_slots=() if loaded.de_hbm_blocks else loaded.de_slots,
             shared_blocks=loaded.shared_blocks,
             prompt_digest=self._order.prompt_digest,
             assignment=self._call_assignment,
+            de_hbm_blocks=loaded.de_hbm_blocks,
         )
         return Prepared(self.decode_transfer, prefill)
 
@@ -358,20 +366,20 @@ class EngineAttempt(AttemptChannel):
             return Loaded(hit_blocks=self._wanted_blocks, hits=(), de_slots=())
         runs = self._assignment.reads
         if self._appends:
-            de_slots, outcomes = await self._reserve_and_read(runs, pe_idle=True)
+            received, outcomes = await self._reserve_and_read(runs, pe_idle=True)
         elif any(run.cached or run.side is Role.PREFILL for run in runs):
-            de_slots, outcomes = await self._reserve_and_read(runs, pe_idle=False)
+            received, outcomes = await self._reserve_and_read(runs, pe_idle=False)
         else:
             # A PE that gets no slots in any case need not wait for the DE's slots and reads.
             _, loaded = await gather_or_cancel(
                 self._assign_idle_prefill(), self._reserve_and_read(runs, pe_idle=True)
             )
             assert loaded is not None
-            de_slots, outcomes = loaded
+            received, outcomes = loaded
         hits, hit_blocks, short = good_runs(outcomes)
         if self._appends:
             self._check_whole(hit_blocks, short)
-        loaded_hits = Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=de_slots)
+        loaded_hits = msgspec.structs.replace(received, hit_blocks=hit_blocks, hits=hits)
         if short is not None:
             if short == GONE:  # Neither storage nor DRAM has the rest: it is no hit.
                 self._found_blocks = self._wanted_blocks = hit_blocks
@@ -392,21 +400,30 @@ class EngineAttempt(AttemptChannel):
 
     async def _reserve_and_read(
         self, runs: Sequence[HitRun], *, pe_idle: bool
-    ) -> tuple[tuple[int, ...], list[RunRead]]:
-        """Return the DE's slots of the prompt, and the outcome of every run in block order.
+    ) -> tuple[Loaded, list[RunRead]]:
+        """Return where the DE receives the prompt, and the outcome of every run in block order.
 
-        If the DE computes the append they are the slots of the hit.
+        Its slots are those of the hit if the DE computes the append, and those of its own hits if
+        it receives the prompt in HBM.
 
         Slots at the DE come first, always: a request that holds PE slots waits for no other slots,
         so there is no deadlock.  The PE reads nothing if it is idle.
         """
         hit_run = BlockRun(0, _hit_blocks(runs))
-        blocks = holding_blocks(self._order.prompt_tokens, self._scheduler.block_tokens)
-        if self._appends:
-            blocks = hit_run.count
         self._whole_from = self._scheduler.geometry.whole_from(hit_run.count)
-        read = self._read_at_decode(runs, announced=not pe_idle)
-        granted = await self._reserve(self._decode_engine, blocks, [hit_run], read)
+        in_hbm = self._assignment.handover is Handover.HBM
+        if in_hbm:
+            own = [run.blocks for run in side_of(runs, Role.DECODE)]
+            # Cached blocks are shared at the head of the prompt only.
+            head_run = [run for run in own[:1] if run.first == 0]
+            blocks = sum(run.count for run in own)
+            granted = await self._reserve(self._decode_engine, blocks, head_run, in_hbm=True)
+        else:
+            blocks = holding_blocks(self._order.prompt_tokens, self._scheduler.block_tokens)
+            if self._appends:
+                blocks = hit_run.count
+            read = self._read_at_decode(runs, announced=not pe_idle)
+            granted = await self._reserve(self._decode_engine, blocks, [hit_run], read)
         if granted.read is None and any(run.cached for run in runs):
             runs = self._slots_granted(granted.cached_blocks)
         hit_blocks = _hit_blocks(runs)
@@ -414,10 +431,13 @@ class EngineAttempt(AttemptChannel):
         slots, cached = granted.slots, min(granted.cached_blocks, hit_blocks)
         head = HitRun(Role.DECODE, BlockRun(0, cached), slots[:cached], cached=True)
         rest = behind(runs, cached)
-        at_decode = [
-            run.with_slots(slots[run.blocks.first : run.blocks.end])
-            for run in side_of(rest, Role.DECODE)
-        ]
+        at_decode = side_of(rest, Role.DECODE)
+        if in_hbm:
+            at_decode = in_slots(at_decode, slots[cached:], 0)
+        else:
+            at_decode = [
+                run.with_slots(slots[run.blocks.first : run.blocks.end]) for run in at_decode
+            ]
         decode_reads = self._read_all(
             self._decode_engine, [head, *at_decode] if cached else at_decode, granted.read
         )
@@ -429,7 +449,7 @@ class EngineAttempt(AttemptChannel):
         for outcome in of_decode:
             slots = outcome.slots or slots  # A deadline may have replaced slots.
         outcomes = sorted(of_decode + of_prefill, key=lambda one: one.assigned.blocks.first)
-        return slots, outcomes
+        return Loaded(0, (), slots, granted.hbm_blocks), outcomes
 
     def _read_at_decode(self, runs: Sequence[HitRun], *, announced: bool) -> GrantRead | None:
         """Return the DE's read if it can begin when the DE grants slots, None if it cannot.
@@ -543,9 +563,10 @@ class EngineAttempt(AttemptChannel):
             complete = complete and again.good.blocks == run.blocks
         if complete:
             hits = tuple(run.whole_behind(self._whole_from) for run in loaded.hits)
-            return Loaded(loaded.hit_blocks, hits, slots)
+            return msgspec.structs.replace(loaded, hits=hits, de_slots=slots)
         hits = cached_head(loaded.hits)
-        return Loaded(hits[-1].blocks.end if hits else 0, hits, slots)
+        hit_blocks = hits[-1].blocks.end if hits else 0
+        return msgspec.structs.replace(loaded, hit_blocks=hit_blocks, hits=hits, de_slots=slots)
 
     async def _read(self, engine: EngineInfo, run: HitRun) -> RunRead:
         """Return the outcome of a storage read of a run's blocks into its slots.
@@ -617,12 +638,15 @@ class EngineAttempt(AttemptChannel):
         count: int,
         blocks: Sequence[BlockRun],
         read: GrantRead | None = None,
+        *,
+        in_hbm: bool = False,
     ) -> "_GrantedSlots":
         """Let an engine count the request and grant buffer slots; return them, in block order.
 
         ``blocks`` will be stored in the slots, from the first slot on: the engine reports how many
         of them it caches.  ``read`` begins with the grant.  The slots of a read that has begun are
-        known with its end, unless it is ``announced`` or had to wait for slots.
+        known with its end, unless it is ``announced`` or had to wait for slots.  ``in_hbm``, which
+        has no read: the engine also reserves HBM for the whole prompt.
         """
         mode = self._scheduler.registry.mode
         use_cached = self._use_cached and mode is not None and serves(engine.role, mode)
@@ -635,12 +659,14 @@ class EngineAttempt(AttemptChannel):
         shared_blocks = len(keys) if use_cached else 0
         if engine.role is Role.DECODE:
             keys = self._order.keys
-        assign = Assign(self.attempt_id, 0, count, keys, shared_blocks, read)
+        order = self._order
+        hbm = (order.prompt_tokens, order.max_new_tokens) if in_hbm else (0, 0)
+        assign = Assign(self.attempt_id, 0, count, keys, shared_blocks, read, *hbm)
         self._send_assign(engine, assign)
         if read is None:
             with self._stages.stage(Stage.BUFFER_WAIT, engine_id):
                 granted = await reserved
-            return _GrantedSlots(granted.slots, granted.cached_blocks, None)
+            return _GrantedSlots(granted.slots, granted.cached_blocks, None, granted.hbm_blocks)
         limit_s = self._read_limit_s()
         await self._within(
             limit_s,
@@ -723,7 +749,7 @@ class EngineAttempt(AttemptChannel):
     # ------------------------------------------------------------------ 5 and 6: prefill, decode
 
     async def _kv_arrived(self) -> PrefillDone:
-        """Return the PE's report that the prompt's KV is complete in the DE's buffer.
+        """Return the PE's report that the prompt's KV is complete at the DE.
 
         Its first token alone does not prove that, and a token is streamed only once it is true.
         Raises ``EngineLostError`` after ``read_margin_s``, ``TransportError`` if KV did not arrive.
@@ -759,32 +785,34 @@ class EngineAttempt(AttemptChannel):
         )
 
     def _buffer_complete(self) -> None:
-        """The prompt's KV, or that of an append's hit, is complete in the DE's buffer.
+        """The prompt's KV, or that of an append's hit, is complete at the DE.
 
         With its call the DE is ordered to store its new blocks; at once if a second leg makes it,
-        which may come late or never.
+        which may come late or never, and if the KV is in HBM: its load waits for the order.
         """
         self.check()
         self._complete = True
         keys, first = self._order.keys, self._first_unstored_block()
         self._scheduler.writers.note(keys[first:] or keys[-1:], self._decode_engine.engine_id)
-        if self._order.handover:
+        if self._order.handover or self._loaded.de_hbm_blocks:
             self._persist()
 
     def _persist(self) -> None:
-        """Have the DE store those full blocks in its buffer that are not stored."""
+        """Have the DE store those full blocks of the prompt that are not stored."""
         keys, first = self._order.keys, self._first_unstored_block()
         # The DE stores the blocks of an append as those of generated tokens.
-        in_buffer = keys[: self._loaded.hit_blocks] if self._appends else keys
+        received = keys[: self._loaded.hit_blocks] if self._appends else keys
+        in_hbm = bool(self._loaded.de_hbm_blocks)
         parent = keys[first - 1] if first else chain_root()
         self._scheduler.send(
             self._decode_engine.engine_id,
             Persist(
                 request_id=self.attempt_id,
                 first_block=first,
-                keys=in_buffer[first:],
+                keys=received[first:],
                 origin=BlockOrigin(parent, self._order.tenant),
-                hit_keys=in_buffer[:first],
+                hit_keys=received[:first],
+                hits=tuple(side_of(self._loaded.hits, Role.DECODE)) if in_hbm else (),
             ),
         )
 
@@ -860,6 +888,7 @@ class _GrantedSlots(NamedTuple):
     slots: tuple[int, ...]
     cached_blocks: int
     read: _BegunRead | None
+    hbm_blocks: tuple[int, ...] = ()
 
 
 async def _first_of(*futures: "asyncio.Future[Any]") -> None:

@@ -29,15 +29,24 @@ class RunRead(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """KV that is in DRAM: hit runs in block order, and the DE's slots of the whole prompt."""
+    """KV that is in DRAM: hit runs in block order, and where the DE receives the prompt.
+
+    These are its slots of the whole prompt, or its HBM blocks.
+    """
 
     hit_blocks: int
     hits: tuple[HitRun, ...]
     de_slots: tuple[int, ...]
+    de_hbm_blocks: tuple[int, ...] = ()
 
     @property
     def shared_blocks(self) -> int:
-        """Blocks at the head of the prompt with slots at the DE that other requests share."""
+        """Blocks at the head of the prompt with slots at the DE that other requests share.
+
+        None if KV is received in HBM, which no other request shares.
+        """
+        if self.de_hbm_blocks:
+            return 0
         cached = [run.blocks.end for run in side_of(self.hits, Role.DECODE) if run.cached]
         return max(cached, default=0)
 

@@ -24,7 +24,7 @@ from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import EngineAddress, Role, Writer, is_earlier_data_plane
 from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, Register, Report, RouterMessage
 from dualpath.core.errors import EngineLostError, EngineRefusedError
-from dualpath.core.modes import Mode
+from dualpath.core.modes import Handover, Mode
 from dualpath.core.names import in_one_line
 from dualpath.core.rates import MAX_COMPUTED_WEIGHT
 from dualpath.core.sessions import ROUTER_TABLE, Channel, Event, RouterSideState, StateMachine
@@ -260,6 +260,20 @@ def check_registration(
         raise EngineRefusedError(ControlRefusal.ADAPTERS, f"{name} {'; it '.join(lacking)}")
 
 
+def _check_handover(handover: Handover, hello: Register) -> None:
+    """Raise ``EngineRefusedError`` for an engine that cannot hand KV over as this router asks."""
+    hands_over = Mode(hello.mode) in (Mode.DUALPATH, Mode.SPLIT)
+    if handover is Handover.BUFFER or not hands_over or hello.namespace.geometry.layer_windows:
+        return
+    if hello.hbm_refusal:
+        raise EngineRefusedError(
+            ControlRefusal.SETTINGS,
+            f"engine {hello.address.engine_id!r} takes no part in hand-overs in HBM: "
+            f"{in_one_line(hello.hbm_refusal)}; or start the router with --handover buffer, it has "
+            f"{handover}",
+        )
+
+
 def node_group(hello: Register) -> str:
     """Return the group with which an engine fetches as in §6.1: a node's engines of one role.
 
@@ -417,6 +431,7 @@ class Registry:
     ``by_node``: the engines of a node fetch together (``node_group``), else those of a role.
     ``exclusive_ids``: an orchestrator ends a process before it starts another one of the same
     ``engine_id``, so that a registration from another machine proves the former process's death.
+    ``handover``: where DEs receive KV, which not all engines support.
 
     *Weights.*  All engines with a session have the same version of the weights, which is part of
     the namespace.  An engine whose weights change leaves; while no other engine is present, the
@@ -431,7 +446,9 @@ class Registry:
         *,
         exclusive_ids: bool = False,
         by_node: bool = False,
+        handover: Handover = Handover.BUFFER,
     ) -> None:
+        self._handover = handover
         self._exclusive_ids = exclusive_ids
         self._by_node = by_node
         self.mode = mode
@@ -467,6 +484,7 @@ class Registry:
         namespace = self._namespace_with(hello)
         try:
             check_registration(hello, namespace, self.mode, self.adapters, ranks, neighbours)
+            _check_handover(self._handover, hello)
         except EngineRefusedError as error:
             if error.reason == ControlRefusal.WEIGHTS:
                 self._note_outdated(hello)

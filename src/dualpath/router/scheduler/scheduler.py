@@ -26,7 +26,7 @@ from dualpath.core.control import (
     RouterMessage,
 )
 from dualpath.core.errors import EngineLostError
-from dualpath.core.modes import DEFAULT_MODE, Mode
+from dualpath.core.modes import DEFAULT_MODE, Handover, Mode
 from dualpath.core.session_hints import SessionHints
 from dualpath.node.cluster_secret import load_secret
 from dualpath.node.host_process import has_exited
@@ -124,6 +124,7 @@ class Scheduler:
             ServedAdapters(adapter_paths or {}),
             exclusive_ids=settings.exclusive_engine_ids,
             by_node=settings.engine_groups == "node",
+            handover=settings.handover,
         )
         self.server = ControlServer(
             self.registry,
@@ -500,7 +501,7 @@ class Scheduler:
             block_tokens=self.block_tokens,
             recompute_limit_s=min(self.settings.recompute_limit_s, self.settings.read_deadline_s),
             append_at_decode_tokens=self._append_at_decode_tokens(),
-            handover=self.settings.handover,
+            handover=self._handover(),
         )
         if self.event_log is not None:
             self.event_log.begin(settings)
@@ -525,6 +526,17 @@ class Scheduler:
             )
             return 0
         return tokens
+
+    def _handover(self) -> Handover:
+        """Return the setting; the buffer in a model with window layers.
+
+        Its blocks could not be stored whole once they have left a window.
+        """
+        handover = self.settings.handover
+        if handover is not Handover.BUFFER and self.geometry.layer_windows:
+            logger.warning("handover %s is not used: the model has window layers", handover)
+            return Handover.BUFFER
+        return handover
 
     def _bytes_per_token(self) -> int:
         namespace = self.registry.namespace
