@@ -84,8 +84,8 @@ class Assign(Message, frozen=True, tag=True):
     FIFO.  ``keys`` are those of these blocks, or of the first of them: the longest cached prefix of
     the first ``shared_blocks`` is granted its cached slots.  For a DE they are those of all full
     blocks of the prompt, under which it stores them (``DecodeTransfer``).  The answer is
-    ``Reserved``, or with ``read`` ``ReadDone``.  With ``read`` an engine that cannot grant the slots
-    at once answers ``ReservationWaits``, and then sends ``Reserved`` at the grant as well.
+    ``Reserved``, or with ``read`` ``ReadDone``.  With ``read`` an engine that cannot grant the
+    slots at once answers ``ReservationWaits``, and then sends ``Reserved`` at the grant as well.
     """
 
     request_id: Name
@@ -453,14 +453,14 @@ class Report(Message, frozen=True, tag=True):
     """State of an engine, sent on change and as heartbeat; may be lost, unless it has ``events``.
 
     ``report_seq`` numbers an engine's reports: of one that is older than the last one received only
-    the events count.  ``load`` counts each request if the report's envelope acknowledges its ``Assign``,
-    until the engine has released it, and those of ``called``, of which the assignment has come with
-    their call.  ``counters`` are monotonic totals for metrics (names in
-    ``engine/counters.py``), empty if they were sent a moment ago.  ``unhealthy``: why the data plane is blocked or broken, None if it
-    works; ``storage``: how full the storage is, None without a janitor; ``draining``: why the
-    engine drains, None if it does not: it leaves once it receives ``Drained``.
-    ``steps`` grows while the engine's core works: with each layer and each step that it computes,
-    and while it waits for transfers, which have a limit of their own.
+    the events count.  ``load`` counts each request if the report's envelope acknowledges its
+    ``Assign``, until the engine has released it, and those of ``called``, of which the assignment
+    has come with their call.  ``counters`` are monotonic totals for metrics (names in
+    ``engine/counters.py``), empty if they were sent a moment ago.  ``unhealthy``: why the data
+    plane is blocked or broken, None if it works; ``storage``: how full the storage is, None without
+    a janitor; ``draining``: why the engine drains, None if it does not: it leaves once it receives
+    ``Drained``.  ``steps`` grows while the engine's core works: with each layer and each step that
+    it computes, and while it waits for transfers, which have a limit of their own.
     """
 
     report_seq: int

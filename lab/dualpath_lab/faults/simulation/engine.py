@@ -636,7 +636,7 @@ class SimEngine:
                     f"{self.name} serves {request_id}, which was assigned in a former session"
                 )
 
-        manager._free = noted_free  # type: ignore[method-assign]
+        manager._free = noted_free  # type: ignore[method-assign, assignment]
         active.begin_session = begun  # type: ignore[method-assign]
         active.add_called = checked  # type: ignore[method-assign]
 
