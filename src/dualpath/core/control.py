@@ -328,10 +328,11 @@ class PeerUp(Message, frozen=True, tag=True):
 
     Sent before the first ``Assign`` of such a request in a session, so that no message grows with
     the number of engines.  A DE needs to know which process may write to its buffer; the agents in
-    its message have no metadata.
+    its message have no metadata.  With a ``call_id`` it is answered with ``Synced``.
     """
 
     address: EngineAddress
+    call_id: int = 0
 
 
 class PeerDown(Message, frozen=True, tag=True):
@@ -391,7 +392,7 @@ class Sync(Message, frozen=True, tag=True):
 
 
 class Synced(Message, frozen=True, tag=True):
-    """Answer to ``Sync``."""
+    """Answer to ``Sync``, or to ``PeerUp``."""
 
     call_id: int
 
