@@ -343,6 +343,8 @@ class FakeEngine:
                 self._release(message)
             case control.PeerUp():
                 self.writers[message.address.epoch] = message.address.writer
+                if message.call_id and control.Sync not in self.unanswered:
+                    self.send(control.Synced(message.call_id))
             case control.PeerDown():
                 if message.certain:
                     self.writers.pop(message.epoch, None)
@@ -507,13 +509,13 @@ class FakeCalls:
         if self.errors:
             raise self.errors.popleft()
         here, there = self.engines[engine.engine_id], self.engines[prefill_transfer.decode_engine]
+        if (assignment := prefill_transfer.assignment) is not None:
+            here.take_call(prefill_transfer.request_id, assignment)
         with self._listed(engine, prefill_transfer.request_id):
             await self._pass("prefill", here)
         if there.dead.is_set() or there.epoch != prefill_transfer.decode_epoch:
             raise TransportError(f"{there.engine_id} is gone")
         self._check_alive(here, engine)
-        if (assignment := prefill_transfer.assignment) is not None:
-            here.take_call(prefill_transfer.request_id, assignment)
         if prefill_transfer.request_id not in here.tenants:
             raise TransportError(f"{here.engine_id} has ended the session of this request")
         self._check_hits(here, there, job, prefill_transfer)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,7 +33,7 @@ def counted() -> Iterator[Counter[str]]:
     """Count the numbered messages of all sessions by type."""
     counts: Counter[str] = Counter()
 
-    def send(self: Channel, message: Message, now_s: float) -> Envelope:
+    def send(self: Channel[Any, Any], message: Message, now_s: float) -> Envelope[Any]:
         counts[type(message).__name__] += 1
         return _send(self, message, now_s)
 

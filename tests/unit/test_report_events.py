@@ -137,7 +137,7 @@ def test_a_request_that_was_aborted_before_its_copy_waits_for_its_release(toys: 
 # --------------------------------------------------------------------------------------- scheduler
 
 
-def sent(made: Cluster, engine_id: str, kind: type) -> list[control.RouterMessage]:
+def sent(made: Cluster, engine_id: str, kind: type) -> list[control.Message]:
     return [m for m in made.engines[engine_id].received if isinstance(m, kind)]
 
 

@@ -73,7 +73,7 @@ async def test_a_deregistered_pe_leaves_nothing_in_quarantine():
         (lost,) = made.calls.prefills
         made.engines[lost].send(control.Deregister(reason="test"))
         other = "p1" if lost == "p0" else "p0"
-        await made.engines[other].saw(request_messages.Assign)
+        await made.engines[other].saw(control.PeerUp)
         made.calls.gates["prefill"].set()
         assert await run == expected(PROMPT, 6)
         assert all(release.writer_certain for release in releases(made, "d0"))
@@ -353,26 +353,28 @@ async def test_the_de_holds_its_slots_until_the_pe_has_confirmed():
 async def test_the_assignment_of_a_pe_that_reads_nothing_comes_with_its_call():
     async with cluster() as made:
         p0 = made.engines["p0"]
-        await made.run(job("first", OTHER_PROMPT))
-        assert made.calls.transfers[0].assignment is None, "it might not know the DE yet"
-        await p0.saw(request_messages.Assign)
-        p0.received.clear()
-        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
-        assignment = made.calls.transfers[1].assignment
-        assert assignment is not None
-        assert (assignment.session, assignment.number) == (p0.session.session, 1)
+        for number, prompt in enumerate([OTHER_PROMPT, PROMPT], 1):
+            assert await made.run(job(f"turn {number}", prompt)) == expected(prompt, 6)
+            assignment = made.calls.transfers[-1].assignment
+            assert assignment is not None
+            assert (assignment.session, assignment.number) == (p0.session.session, number)
         assert not [m for m in p0.received if isinstance(m, request_messages.Assign | control.Sync)]
+        assert len([m for m in p0.received if isinstance(m, control.PeerUp)]) == 1
         await made.settled()
 
 
-async def test_a_pe_that_has_not_confirmed_to_know_the_de_is_sent_the_assignment_before():
+async def test_a_pe_is_called_only_once_it_knows_the_de():
     async with cluster() as made:
-        await made.run(job("first", OTHER_PROMPT))
-        await made.revive("d0")
-        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
-        assert made.calls.transfers[-1].assignment is None
-        await made.run(job("b", range(900, 918)))
-        assert made.calls.transfers[-1].assignment is not None
+        p0 = made.engines["p0"]
+        p0.unanswered.add(control.Sync)
+        run = asyncio.create_task(made.run(job("a", PROMPT)))
+        named = await p0.saw(control.PeerUp)
+        assert named.call_id
+        await asyncio.sleep(1.0)
+        assert made.calls.prefills == []
+        p0.unanswered.clear()
+        p0.send(control.Synced(named.call_id))
+        assert await run == expected(PROMPT, 6)
         await made.settled()
 
 

@@ -8,7 +8,6 @@ from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import expected, job
 
 from dualpath.core import control
-from dualpath.core import control as request_messages
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.router.scheduler.registry import Pause
 from dualpath.router.settings import RouterSettings
@@ -102,7 +101,7 @@ async def test_a_draining_engine_finishes_its_requests_and_is_notified_when_none
         p0.report()
         await until(made, lambda: paused(made) == {"p0": ["draining"]})
         new = asyncio.create_task(made.run(job("new", PROMPT)))
-        await made.engines["p1"].saw(request_messages.Assign)
+        await made.engines["p1"].saw(control.PeerUp)
         assert not [m for m in p0.received if isinstance(m, control.Drained)]
 
         made.calls.gates["prefill"].set()

@@ -341,10 +341,11 @@ class PeerUp(Message, frozen=True, tag=True):
 
     Sent before the first ``Assign`` of such a request in a session, so that no message grows with
     the number of engines.  A DE needs to know which process may write to its buffer; the agents in
-    its message have no metadata.
+    its message have no metadata.  With a ``call_id`` it is answered with ``Synced``.
     """
 
     address: EngineAddress
+    call_id: int = 0
 
 
 class PeerDown(Message, frozen=True, tag=True):
@@ -404,7 +405,7 @@ class Sync(Message, frozen=True, tag=True):
 
 
 class Synced(Message, frozen=True, tag=True):
-    """Answer to ``Sync``."""
+    """Answer to ``Sync``, or to ``PeerUp``."""
 
     call_id: int
 
@@ -472,9 +473,8 @@ class Report(Message, frozen=True, tag=True):
     ``engine/counters.py``), empty if they were sent a moment ago.  ``unhealthy``: why the data
     plane is blocked or broken, None if it works; ``storage``: how full the storage is, None without
     a janitor; ``draining``: why the engine drains, None if it does not: it leaves once it receives
-    ``Drained``.
-    ``steps`` grows while the engine's core works: with each layer and each step that it computes,
-    and while it waits for transfers, which have a limit of their own.
+    ``Drained``.  ``steps`` grows while the engine's core works: with each layer and each step that
+    it computes, and while it waits for transfers, which have a limit of their own.
     """
 
     report_seq: int

@@ -206,6 +206,8 @@ class StubEngine:
                 self.send(control.LookupDone(message.call_id, stored))
             case control.Sync():
                 self.send(control.Synced(message.call_id))
+            case control.PeerUp() if message.call_id:
+                self.send(control.Synced(message.call_id))
             case request_messages.Assign():
                 self._counted[message.request_id] = message.tokens
                 slots = tuple(range(message.reserve_blocks))

@@ -625,11 +625,13 @@ _agents_of = Peers.agents_of
 _add_called, _behind = ActiveRequests.add_called, GrantRead.behind
 
 
-def _named_to_prefill_only(self: ControlServer, engine_id: str, peer_id: str) -> None:
+def _named_to_prefill_only(
+    self: ControlServer, engine_id: str, peer_id: str, call_id: int = 0
+) -> bool:
     """``ControlServer.name_peer`` that names no PE to a DE."""
     engine = self._registry.live(engine_id)
-    if engine is not None and engine.role is Role.PREFILL:
-        _name_peer(self, engine_id, peer_id)
+    is_prefill = engine is not None and engine.role is Role.PREFILL
+    return is_prefill and _name_peer(self, engine_id, peer_id, call_id)
 
 
 _name_peer = ControlServer.name_peer

@@ -295,6 +295,8 @@ class TrafficManager:
                 self._begin_session(message)
             case PeerUp():
                 self._rank.peer_up(message.address)
+                if message.call_id:
+                    self._send(Synced(call_id=message.call_id))
             case PeerDown():
                 self.peers.down(message)
             case LivenessProbe():

@@ -702,6 +702,8 @@ class EngineAttempt(AttemptChannel):
         unsettled = self._scheduler.releases.is_unsettled(
             self._prefill_engine.writer, self.attempt_id
         )
+        if not unsettled and not server.knows_peer(prefill, decode):
+            await self._synced(self._prefill_engine, decode)
         if unsettled or not server.knows_peer(prefill, decode):
             await self._assign(self._prefill_engine)
             return
@@ -843,25 +845,28 @@ class EngineAttempt(AttemptChannel):
 
     # ------------------------------------------------------------------ waits
 
-    async def _synced(self, engine: EngineInfo) -> None:
+    async def _synced(self, engine: EngineInfo, peer_id: str = "") -> None:
         """Wait until an engine has taken all messages that were sent to it, or is lost.
 
+        The last of them names the peer ``peer_id``, if it is given and was not named before.
         Raises ``EngineLostError`` after ``engine_timeout_s``.
         """
         limit_s = self._scheduler.settings.engine_timeout_s
         await self._within(
             limit_s,
             engine,
-            self._answer_to_sync(engine),
+            self._answer_to_sync(engine, peer_id),
             f"engine {engine.engine_id} has not taken up within {limit_s:g} s what it was sent "
             "(engine_timeout_s); see its log, raise the limit if its machine is overloaded",
         )
 
-    async def _answer_to_sync(self, engine: EngineInfo) -> CallAnswer | None:
+    async def _answer_to_sync(self, engine: EngineInfo, peer_id: str) -> CallAnswer | None:
         if not self._scheduler.is_alive(engine):
             return None
         call_id, answer = self._scheduler.exchange.call(engine.engine_id)
-        self._scheduler.send(engine.engine_id, Sync(call_id))
+        server = self._scheduler.server
+        if not peer_id or not server.name_peer(engine.engine_id, peer_id, call_id):
+            self._scheduler.send(engine.engine_id, Sync(call_id))
         return await answer
 
     async def _within(

@@ -351,19 +351,24 @@ class ControlServer:
         self._post(engine, envelope)
         return envelope.number
 
-    def name_peer(self, engine_id: str, peer_id: str) -> None:
-        """Name a peer to an engine that is about to get a request with it, unless it knows it."""
+    def name_peer(self, engine_id: str, peer_id: str, call_id: int = 0) -> bool:
+        """Name a peer to an engine that is about to get a request with it.
+
+        False if it was named before; ``call_id`` is as in ``PeerUp``.
+        """
         peer, engine = self._registry.get(peer_id), self._registry.get(engine_id)
         if peer is None or engine is None or not engine.has_session:
-            return
-        if self._named.number(engine_id, peer.info.writer) is None:
-            address = peer.address
-            if engine.info.role is Role.DECODE:
-                agents = tuple(AgentAddress(one.agent, b"", ()) for one in address.agents)
-                address = msgspec.structs.replace(address, agents=agents)
-            number = self.send_numbered(engine_id, control.PeerUp(address))
-            assert number is not None, "an engine with a session is sent everything"
-            self._named.named(engine_id, peer.info.writer, number)
+            return False
+        if self._named.number(engine_id, peer.info.writer) is not None:
+            return False
+        address = peer.address
+        if engine.info.role is Role.DECODE:
+            agents = tuple(AgentAddress(one.agent, b"", ()) for one in address.agents)
+            address = msgspec.structs.replace(address, agents=agents)
+        number = self.send_numbered(engine_id, control.PeerUp(address, call_id))
+        assert number is not None, "an engine with a session is sent everything"
+        self._named.named(engine_id, peer.info.writer, number)
+        return True
 
     def knows_peer(self, engine_id: str, peer_id: str) -> bool:
         """Whether an engine is known to have received which process a peer is.

@@ -162,7 +162,7 @@ class Releases:
         self._send(engine_id, Release(attempt_id, reason, assignment=assignment))
 
     def await_over(self, engine_id: str, attempt_id: str, release: Callable[[], None]) -> None:
-        """A request has got its last token: its DE reports that it is over, or is to ``release`` it.
+        """A request has got its last token: its DE reports its end, or is to ``release`` it.
 
         The report comes within ``OVER_WAIT_S``, or the session of the DE ends.
         """
