@@ -76,7 +76,7 @@ def all_hbm_is_free(engines: EngineCluster) -> bool:
 
 
 def test_turns_of_which_hbm_caches_the_beginning(engines: EngineCluster) -> None:
-    """What vLLM has in its prefix cache keeps its blocks; the others change places."""
+    """Blocks that vLLM finds in its prefix cache stay; the others change places."""
     context: list[int] = []
     truth = []
     for turn in AGENT:

@@ -1,7 +1,7 @@
 """DEs that receive KV in HBM: the same tokens, every byte compared, and nothing left behind.
 
-The story: an agent of a few turns, whose answers and hits are those of the same cluster with the
-hand-over in the DE's buffer.
+The story: an agent of a few turns.  Its answers and hits are those that it gets from the same
+cluster with the hand-over in the DE's buffer.
 """
 
 import asyncio

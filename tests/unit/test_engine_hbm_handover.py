@@ -196,7 +196,7 @@ def test_hbm_that_a_pe_may_still_write_is_not_reused_until_that_is_over(
     assert cluster.de.manager.in_doubt().quarantined == ("r",)
     cluster.de.command(Assign("r", TOKENS, 0, (), TOKENS, 0))
     assert "has not left the engine" in cluster.de.answer(Failed, "r").reason
-    prompt.prefill()  # Late bytes reach nobody's blocks.
+    prompt.prefill()  # Late bytes reach blocks of no other request.
     cluster.de.command(Release("r", "the PE is dead"))
     assert free_blocks(cluster) == whole
     assert cluster.de.manager.in_doubt().quarantined == ()

@@ -94,7 +94,7 @@ def test_transfers_of_a_hand_over_in_hbm_are_valid() -> None:
             msgspec.structs.replace(IN_HBM, hits=(HitRun(Role.DECODE, BlockRun(3, 1), (1,)),)),
             "4 hit blocks, of at most 3",
         ),
-        (msgspec.structs.replace(IN_HBM, hit_key_tail=b"k"), "whole prompt whose KV is in HBM"),
+        (msgspec.structs.replace(IN_HBM, hit_key_tail=b"k"), "whole prompt with its KV in HBM"),
     ],
 )
 def test_a_hand_over_in_hbm_that_fits_neither_prompt_nor_buffer_is_named(

@@ -104,7 +104,7 @@ class TransferChecks:
         if block > most or transfer.hit_key_tail or not self._moves_bytes:
             raise BadRequestError(
                 f"request {transfer.request_id}: {block} hit blocks, of at most {most}, of a whole "
-                "prompt whose KV is in HBM; send it through the router"
+                "prompt with its KV in HBM; send it through the router"
             )
 
 
