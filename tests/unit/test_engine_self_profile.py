@@ -21,7 +21,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.rates import RateOrigin
 from dualpath.engine.settings import EngineSettings
 from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate
-from dualpath.vllm import profiling, quota_scheduler
+from dualpath.vllm import parallel_ranks, profiling, quota_scheduler, worker_side
 from dualpath.vllm import profiling as self_profile
 from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.pass_costs import PassCosts, TimedPass
@@ -281,6 +281,64 @@ def test_ranks_of_a_group_on_one_machine_cache_their_costs_apart(find):
     assert find(PASSES, vllm_config(rank=0, size=2), now_s=NOW_S + 3)[1] == 0
     assert find(PASSES, vllm_config(rank=1, size=2))[1] == 1
     assert find(PASSES, vllm_config())[1] == 1
+
+
+class DeviceRanks:
+    """The ranks of one engine, each on a thread: all receive what rank 0 broadcasts."""
+
+    def __init__(self, size):
+        self.barrier = threading.Barrier(size)
+        self.value = None
+
+    def of(self, rank):
+        def broadcast(value):
+            self.barrier.wait(GUARD_S)
+            if rank == 0:
+                self.value = value
+            self.barrier.wait(GUARD_S)
+            return self.value
+
+        return SimpleNamespace(rank=rank, broadcast=broadcast)
+
+
+@pytest.mark.parametrize(("engines", "wanted"), [(1, True), (1, False), (2, True), (2, False)])
+def test_all_devices_of_all_ranks_compute_the_same_passes_or_none(engines, wanted, monkeypatch):
+    """Tensor parallelism, alone and inside data parallelism."""
+    store, devices = HashStore(), 2
+    computing = threading.Barrier(engines * devices)
+    workers = [RankWorker(computing, number) for number in range(engines * devices)]
+    found = []
+
+    def find_costs(settings, config, namespace, time_passes, now_s):
+        found.append(time_passes(wanted))
+
+    monkeypatch.setattr(worker_side, "find_costs", find_costs)
+    monkeypatch.setattr(parallel_ranks, "_get_default_store", lambda: store)
+
+    def profile(engine, rank, group):
+        side = object.__new__(worker_side.WorkerSide)
+        side._settings, side._place = SETTINGS, SimpleNamespace(group=group.of(rank))
+        side._config = vllm_config(rank=engine, size=engines)
+        side._num_blocks, side.geometry = 101 - engine, NAMESPACE.geometry
+        side._synchronize, side._namespace = (lambda: None), (lambda: NAMESPACE)
+        side.profile(workers[engine * devices + rank])
+
+    with ThreadPoolExecutor(engines * devices) as threads:
+        jobs = []
+        for engine in range(engines):
+            group = DeviceRanks(devices)
+            jobs += [threads.submit(profile, engine, rank, group) for rank in range(devices)]
+        for job in jobs:
+            job.result(GUARD_S)
+    steps = workers[0].steps
+    assert all(worker.steps == steps for worker in workers)
+    assert len(found) == engines
+    if wanted:
+        assert len(steps) > 4
+        assert all(len(passes) > 2 for passes in found)
+    else:
+        assert steps == []
+        assert found == [None] * engines
 
 
 # ------------------------------------------------------------------ where costs come from
