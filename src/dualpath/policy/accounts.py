@@ -207,11 +207,16 @@ class EngineLoad(msgspec.Struct, frozen=True):
     free_hbm_tokens: int
 
 
+#: The mean time for which requests have an engine is over about so many of them.
+_RECENT_REQUESTS = 16
+
+
 class EngineAccount:
     """One engine: its row in its group's columns, and its requests.
 
     ``held`` and ``uncounted`` have the tokens of requests, ``uncounted_reads`` those of reads;
-    ``counted`` are the assigned requests that a report has counted in.
+    ``counted`` are the assigned requests that a report has counted in.  ``mean_stay_s`` is how long
+    the latest requests had the engine, from their placement to their end; 0 before one has ended.
     """
 
     def __init__(self, spec: EngineSpec, columns: list[list[int]]) -> None:
@@ -223,6 +228,13 @@ class EngineAccount:
         self.uncounted: dict[str, int] = {}
         self.uncounted_reads: dict[str, int] = {}
         self.counted: set[str] = set()
+        self.mean_stay_s = 0.0
+        self._stays = 0
+
+    def stayed(self, stay_s: float) -> None:
+        """Take down how long a request had the engine."""
+        self._stays = min(self._stays + 1, _RECENT_REQUESTS)
+        self.mean_stay_s += (stay_s - self.mean_stay_s) / self._stays
 
     def account(self, column: int) -> int:
         """Return one entry of the engine's account."""

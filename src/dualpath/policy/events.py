@@ -27,8 +27,9 @@ UNLIMITED_TOKENS = 1 << 60
 #: Why a request got its PE: category C2 or C3 of Algorithm 1, or round robin; its DE: phase 2 or
 #: round robin; either: the blocks that the engine caches (``policy.placement``), or the request's
 #: sender has chosen it.  A request has no PE, with the last reason, if its DE computes the append.
+#: It got its DE with the last reason if it waited for the DE that caches it (``policy.decode``).
 PE_REASONS = ("short-queue", "long-queue", "round-robin", "kept", "given", "append-at-decode")
-DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept", "given")
+DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept", "given", "waited")
 
 #: Why a DE receives a prompt in its buffer or in its HBM: the setting; or, where that allows HBM,
 #: the mode is a baseline, the request has no PE, or (``Handover.AUTO``) the DE has HBM or not.
@@ -36,7 +37,7 @@ HANDOVER_REASONS = ("setting", "baseline", "append-at-decode", "hbm-free", "hbm-
 
 #: Their places, as kernels return them.
 PE_SHORT_QUEUE, PE_LONG_QUEUE, PE_IN_TURN, PE_KEPT, PE_GIVEN, PE_APPEND = range(len(PE_REASONS))
-DE_LOW_TOKEN, DE_HIGH_TOKEN, DE_IN_TURN, DE_KEPT, DE_GIVEN = range(len(DE_REASONS))
+DE_LOW_TOKEN, DE_HIGH_TOKEN, DE_IN_TURN, DE_KEPT, DE_GIVEN, DE_WAITED = range(len(DE_REASONS))
 BY_SETTING, BASELINE, NOTHING_SENT, HBM_FREE, HBM_FULL = range(len(HANDOVER_REASONS))
 
 
@@ -255,10 +256,12 @@ class Fetch(SchedulerEvent, frozen=True, tag="fetch"):
     A request with a DE that computes the append is assigned without a PE.
 
     Algorithm 1 for a PE group, phases 1 and 2 for a DE group (§6.1).  A group without a live
-    engine gets nothing.
+    engine gets nothing.  ``now_s`` is the driver's time, from any origin: it bounds how long a
+    request waits for the DE that caches it (``policy.decode``).
     """
 
     group: str
+    now_s: float = 0.0
 
 
 class SlotsGranted(SchedulerEvent, frozen=True, tag="granted"):
@@ -292,9 +295,13 @@ class PrefillEnded(SchedulerEvent, frozen=True, tag="prefill_done"):
 
 
 class Finished(SchedulerEvent, frozen=True, tag="finished"):
-    """A request has ended in whatever state, also by an error; unknown requests are ignored."""
+    """A request has ended in whatever state, also by an error; unknown requests are ignored.
+
+    ``now_s`` is the time, as in ``Fetch``; 0 if the driver has none.
+    """
 
     request_id: str
+    now_s: float = 0.0
 
 
 Event = (

@@ -125,7 +125,7 @@ class RequestScheduler:
             case EngineReport():
                 self._ledger.report(event)
             case Fetch():
-                return self._fetch(event.group)
+                return self._fetch(event)
             case Submitted():
                 return self._submit(event.request)
             case SlotsGranted():
@@ -138,7 +138,7 @@ class RequestScheduler:
                     self._end_prefill(live)
             case Finished():
                 if (live := self._live.get(event.request_id)) is not None:
-                    self._remove(live)
+                    self._finish(live, event.now_s)
             case EngineJoined():
                 self._join(event.spec)
             case EngineLost():
@@ -169,14 +169,15 @@ class RequestScheduler:
         ``rounds`` counts the rounds of fetches before this one.  Groups that nothing waits for are
         left out.  With ``engine_ids`` only the accounts of these engines have changed since all
         groups have fetched: then no other group can place a request that it could not place
-        before, and only their groups fetch.
+        before, and only their groups fetch, and those in which a request waits for its KV.
         """
         prefill, decode = (self._ledger.groups_of(role) for role in (Role.PREFILL, Role.DECODE))
         groups: Iterable[GroupState]
         if engine_ids is None:
             groups = fetch_order(prefill, decode, rounds % max(len(prefill), 1))
         else:
-            names = (self._ledger.engine(engine_id).spec.group for engine_id in engine_ids)
+            names = [self._ledger.engine(engine_id).spec.group for engine_id in engine_ids]
+            names += [group.name for group in decode if self._placers[Role.DECODE].waits_for_kv(group.name)]
             groups = [self._ledger.groups[name] for name in dict.fromkeys(names)]
         for group in groups:
             if self._placers[group.role].may_place(group.name):
@@ -305,11 +306,11 @@ class RequestScheduler:
                 f"which {wrong}; send it to another prefill engine"
             )
 
-    def _fetch(self, group: str) -> Effects:
-        state = self._ledger.groups.get(group)
+    def _fetch(self, fetch: Fetch) -> Effects:
+        state = self._ledger.groups.get(fetch.group)
         if state is None:
             return NO_EFFECTS
-        placed = self._placers[state.role].fetch(group)
+        placed = self._placers[state.role].fetch(fetch.group, fetch.now_s)
         for live in placed:
             self._on_engine[live.engines[state.role]][live.request_id] = None
             if state.role is Role.PREFILL:
@@ -514,6 +515,13 @@ class RequestScheduler:
             if live.assignment.prefill_engine is not None:
                 self._release(live, Role.PREFILL)
 
+    def _finish(self, live: LiveRequest, now_s: float) -> None:
+        """Remove a request that has ended, and take down how long it had its DE."""
+        if live.assignment is not None and live.decode_since_s is not None:
+            decode = self._ledger.engines[live.assignment.decode_engine]
+            decode.stayed(max(now_s - live.decode_since_s, 0.0))
+        self._remove(live)
+
     def _remove(self, live: LiveRequest) -> None:
         """Remove a request in whatever state, with everything on its account."""
         del self._live[live.request_id]
@@ -598,9 +606,8 @@ class RequestScheduler:
             computed_weight=thresholds.computed_weight,
         )
         self._sources.settings = self._settings
-        placer = self._placers[Role.PREFILL]
-        if isinstance(placer, FifoPrefillPlacer):
-            alpha_tokens = effective_alpha_tokens(self._settings)
+        alpha_tokens = effective_alpha_tokens(self._settings)
+        for placer in self._placers.values():
             placer.set_thresholds(alpha_tokens, thresholds.beta_tokens)
 
 
@@ -635,5 +642,10 @@ def _placers(settings: SchedulerSettings, ledger: Ledger) -> dict[Role, Placer]:
     alpha_tokens = effective_alpha_tokens(settings)
     return {
         Role.PREFILL: FifoPrefillPlacer(ledger, alpha_tokens, settings.beta_tokens),
-        Role.DECODE: TwoPhaseDecodePlacer(ledger, settings.threshold_factor),
+        Role.DECODE: TwoPhaseDecodePlacer(
+            ledger,
+            settings.threshold_factor,
+            alpha_tokens,
+            split_reads=settings.mode is Mode.SPLIT,
+        ),
     }

@@ -500,6 +500,7 @@ class Scheduler:
             self._bytes_per_token(),
             self._assigned,
             self.metrics.scheduled,
+            self.clock,
             self.role_policy,
         )
 

@@ -26,6 +26,7 @@ from dualpath.policy.scheduler import RequestScheduler, fetch_order
 from dualpath.workload.columns.agent_table import AgentTable
 from dualpath_sim.simulator.derived import ClusterLayout, Limits, engine_specs, scheduler_settings
 from dualpath_sim.simulator.reference.machine import EventQueue
+from dualpath_sim.simulator.result import NS_PER_S
 from dualpath_sim.simulator.rules import first_group, next_multiple_ns, to_ns
 from dualpath_sim.simulator.settings import Setup
 
@@ -202,7 +203,7 @@ class SchedulerDriver:
 
     def finished(self, round_index: int, assignment: Assignment) -> None:
         """A request is over; the DE has allocated HBM for it."""
-        self._scheduler.apply(Finished(str(round_index)))
+        self._scheduler.apply(Finished(str(round_index), self._events.now_ns / NS_PER_S))
         tokens = assignment.decode_tokens
         self._accounts[int(assignment.decode_engine)].over(tokens, tokens)
         if self.watch is not None:
@@ -264,7 +265,8 @@ class SchedulerDriver:
         self._fetch_due = False
         for group in self._in_turn():
             self._report(group)
-            for assignment in self._scheduler.apply(Fetch(group.name)).assignments:
+            fetch = Fetch(group.name, self._events.now_ns / NS_PER_S)
+            for assignment in self._scheduler.apply(fetch).assignments:
                 self._take(assignment)
         if self._scheduler.waiting:
             self._expect_fetch(self._events.now_ns + 1)
