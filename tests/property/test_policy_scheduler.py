@@ -114,6 +114,7 @@ class Cluster(RuleBasedStateMachine):
         #: Requests whose slots are granted, or that are further.
         self.reading: set[str] = set()
         self.count = 0
+        self.now_s = 0.0
         self.reports: dict[str, EngineReport] = {}
         for spec in specs():
             self.join(spec)
@@ -236,9 +237,13 @@ class Cluster(RuleBasedStateMachine):
         self.submit_again(request)
         self.count += 1
 
+    @rule(seconds=st.floats(0.1, 10))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
     @rule(spec=st.sampled_from(specs()))
     def fetch(self, spec: EngineSpec) -> None:
-        for assignment in self.scheduler.apply(Fetch(spec.group)).assignments:
+        for assignment in self.scheduler.apply(Fetch(spec.group, self.now_s)).assignments:
             self.accept(assignment)
 
     @rule(data=st.data())
@@ -317,7 +322,7 @@ class Cluster(RuleBasedStateMachine):
                 prefill.tokens.pop(request_id, None)
                 prefill.received.discard(request_id)
         if steps > 2:
-            self.scheduler.apply(Finished(request_id))
+            self.scheduler.apply(Finished(request_id, self.now_s))
             self.remove(request_id)
 
     @rule(data=st.data())
@@ -399,7 +404,7 @@ class Cluster(RuleBasedStateMachine):
         while self.requests:
             before = len(self.requests)
             for group in sorted({spec.group for spec in specs()}):
-                for assignment in self.scheduler.apply(Fetch(group)).assignments:
+                for assignment in self.scheduler.apply(Fetch(group, self.now_s)).assignments:
                     self.accept(assignment)
             for request_id in sorted(self.assigned):
                 self.advance(request_id, 3)

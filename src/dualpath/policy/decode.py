@@ -23,10 +23,12 @@ have no HBM for it, while another engine of the group has.  Placed there, the re
 storage what its first engine has in DRAM.  So it waits for that engine
 
 - if the engine would be taken for what it caches, had it room: it weighs less than the other one;
-- if HBM is freed sooner than the KV is read.  The engine's requests have it for a known time on
-  average, so that it frees its tokens once in this time; reading takes the reading queues of the PE
-  and of the other engine, and the tokens that neither of them caches, at the rate behind α;
-- and not longer than that reading takes.  Then it is placed by the rules above.
+- if the wait is shorter than the read is worth.  The engine's requests have it for a known time on
+  average, in which it frees its tokens once: that is the wait for those that are short.  The read
+  takes the reading queues of the PE and of the other engine, and the tokens that neither of them
+  caches, at the rate behind α.  It counts twice, as a cached token does (``policy.placement``):
+  requests behind it at the storage NICs wait for it as well;
+- and not longer than that.  Then it is placed by the rules above.
 
 It waits for one engine only, and its tokens count there as if it had been placed: no later request
 takes that HBM.  So whatever holds the HBM that it waits for is older, which the order of the
@@ -348,7 +350,8 @@ class TwoPhaseDecodePlacer:
             return None
         wait_s = engine.mean_stay_s * (length - free[best]) / taken
         read_s = self._read_s(live, engines[usual], cached[best], cached[usual])
-        return KvWait(engine.spec.engine_id, now_s, read_s) if wait_s < read_s else None
+        limit_s = read_s * DECODE_WORTH
+        return KvWait(engine.spec.engine_id, now_s, limit_s) if wait_s < limit_s else None
 
     def _read_s(
         self, live: LiveRequest, decode: EngineAccount, hit_tokens: int, cached_tokens: int

@@ -250,7 +250,7 @@ class Submitted(SchedulerEvent, frozen=True, tag="submit"):
     request: Request
 
 
-class Fetch(SchedulerEvent, frozen=True, tag="fetch"):
+class Fetch(SchedulerEvent, frozen=True, omit_defaults=True, tag="fetch"):
     """A group asks for requests; the effect: ``assignments`` of requests with both engines now.
 
     A request with a DE that computes the append is assigned without a PE.
@@ -294,7 +294,7 @@ class PrefillEnded(SchedulerEvent, frozen=True, tag="prefill_done"):
     request_id: str
 
 
-class Finished(SchedulerEvent, frozen=True, tag="finished"):
+class Finished(SchedulerEvent, frozen=True, omit_defaults=True, tag="finished"):
     """A request has ended in whatever state, also by an error; unknown requests are ignored.
 
     ``now_s`` is the time, as in ``Fetch``; 0 if the driver has none.

@@ -54,7 +54,7 @@ def weighed_tokens(load_tokens: int, cached_tokens: int, worth: float) -> int:
 
 
 class KvWait(NamedTuple):
-    """A request waits for HBM of the DE that caches its hit, since ``since_s``, ``limit_s`` long."""
+    """A request waits for HBM of the DE that caches its hit, ``limit_s`` long from ``since_s``."""
 
     engine_id: str
     since_s: float

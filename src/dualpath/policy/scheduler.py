@@ -177,7 +177,8 @@ class RequestScheduler:
             groups = fetch_order(prefill, decode, rounds % max(len(prefill), 1))
         else:
             names = [self._ledger.engine(engine_id).spec.group for engine_id in engine_ids]
-            names += [group.name for group in decode if self._placers[Role.DECODE].waits_for_kv(group.name)]
+            waits = self._placers[Role.DECODE].waits_for_kv
+            names += [group.name for group in decode if waits(group.name)]
             groups = [self._ledger.groups[name] for name in dict.fromkeys(names)]
         for group in groups:
             if self._placers[group.role].may_place(group.name):
