@@ -470,6 +470,18 @@ class Ledger:
         engine.uncounted_reads[request_id] = tokens
         charge_read(engine.columns, self.node_read_q, self.node_read_total, engine.row, tokens)
 
+    def change_read(self, engine_id: str, request_id: str, tokens: int) -> None:
+        """Let a third DE read so much more for a request; a lost engine has no account."""
+        engine = self.engines.get(engine_id)
+        if engine is None:
+            return
+        reads = engine.uncounted_reads
+        uncounted = request_id in reads
+        if uncounted:
+            reads[request_id] += tokens
+        columns, queues, totals = engine.columns, self.node_read_q, self.node_read_total
+        change(columns, queues, totals, engine.row, 0, tokens, uncounted)
+
     def release_read(self, engine_id: str, request_id: str) -> None:
         """Strike a read if it is uncounted."""
         engine = self.engines.get(engine_id)

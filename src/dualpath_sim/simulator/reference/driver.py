@@ -157,12 +157,29 @@ class SchedulerDriver:
         self._waiting[round_index] = request
         self._expect_fetch(self._events.now_ns)
 
-    def granted(self, assignment: Assignment, cached_blocks: Mapping[Role, int]) -> Assignment:
-        """A DE has granted a round's slots; return its assignment, maybe re-planned."""
+    def granted(
+        self,
+        assignment: Assignment,
+        cached_blocks: Mapping[Role, int],
+        others: Mapping[int, int],
+        *,
+        third_reads: bool = True,
+        use_thirds: bool = True,
+    ) -> Assignment:
+        """A DE has granted a round's slots; return its assignment, maybe re-planned.
+
+        ``others`` are the blocks that any engine caches; for the flags see ``SlotsGranted``.
+        """
         grant = SlotsGranted(
             assignment.request_id,
             decode_blocks=cached_blocks[Role.DECODE],
             prefill_blocks=cached_blocks[Role.PREFILL],
+            others=tuple(
+                CachedPrefix(self._specs[engine].engine_id, blocks)
+                for engine, blocks in others.items()
+            ),
+            third_reads=third_reads,
+            use_thirds=use_thirds,
         )
         if not (replanned := self._scheduler.apply(grant).assignments):
             return assignment
@@ -171,6 +188,10 @@ class SchedulerDriver:
             before, after = assignment.at(role), changed.at(role)
             self._accounts[int(after.engine_id)].tokens += after.tokens - before.tokens
             self.read_more(int(after.engine_id), after.read_tokens - before.read_tokens)
+        for third in assignment.thirds:
+            self.part_read(int(third.engine_id), third.read_tokens)
+        for third in changed.thirds:
+            self.read_more(int(third.engine_id), third.read_tokens)
         return changed
 
     def read_more(self, engine: int, tokens: int) -> None:
@@ -289,5 +310,7 @@ class SchedulerDriver:
             hbm_tokens = charge.tokens if side is Role.DECODE else 0
             account = self._accounts[int(charge.engine_id)]
             account.assigned(charge.tokens, hbm_tokens, charge.read_tokens)
+        for third in assignment.thirds:
+            self.read_more(int(third.engine_id), third.read_tokens)
         del self._waiting[int(assignment.request_id)]
         self._assigned(int(assignment.request_id), assignment)
