@@ -108,6 +108,7 @@ def test_front_ends_reach_the_router_and_do_without_a_standby() -> None:
         ({"layer_buffers": -1}, "layer_buffers is -1; it must be at least 0"),
         ({"port": 70000}, "port is 70000; it must be between 0 and 65535"),
         ({"handover": "hbm"}, "handover.* is hbm, which only `dualpath simulate`"),
+        ({"third_engine_reads": 2}, "third_engine_reads.* is 2, which only `dualpath simulate`"),
     ],
 )
 def test_absurd_sizes_are_refused_by_name(change: dict[str, Any], message: str) -> None:

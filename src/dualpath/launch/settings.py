@@ -43,7 +43,9 @@ from dualpath.router.settings import (
     HandoverSetting,
     OpenMetrics,
     RecomputeLimit,
+    ThirdEngineReads,
     check_handover,
+    check_third_engine_reads,
 )
 from dualpath.transport.ucx_config import check_engine_config
 from dualpath.vllm.front_end_settings import (
@@ -138,6 +140,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     append_at_decode_tokens: AppendAtDecode = 0
     engine_groups: EngineGroups = "role"
     handover: HandoverSetting = Handover.BUFFER
+    third_engine_reads: ThirdEngineReads = 0
     served_model_names: ServedNames = ()
     enforce_eager: Annotated[
         bool | None,
@@ -202,6 +205,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
                 "devices itself; omit {devices}"
             )
         check_handover(self.handover)
+        check_third_engine_reads(self.third_engine_reads)
         check_engine_config(self.nixl_engine_config)
 
     def ranks(self, role: Role) -> int:

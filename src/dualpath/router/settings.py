@@ -84,6 +84,15 @@ HandoverSetting = Annotated[
         "engines support buffer only so far, the simulator all of them"
     ),
 ]
+ThirdEngineReads = Annotated[
+    int,
+    Setting(
+        "so many decode engines that are not a request's may serve a part of its hit, from their "
+        "DRAM or through their storage NIC; engines support 0 only so far, the simulator any "
+        "number",
+        ge=0,
+    ),
+]
 DramTier = Annotated[
     bool,
     Setting(
@@ -115,6 +124,16 @@ def check_handover(handover: Handover) -> None:
         raise ConfigError(
             f"{{handover}} is {handover}, which only `dualpath simulate` and `dualpath plan` "
             "support so far; engines receive KV in their buffer: leave {handover} out"
+        )
+
+
+def check_third_engine_reads(most: int) -> None:
+    """Raise ``ConfigError`` for reads by third engines, which engines do not support."""
+    if most:
+        raise ConfigError(
+            f"{{third_engine_reads}} is {most}, which only `dualpath simulate` and `dualpath plan` "
+            "support so far; engines read for their own requests alone: leave {third_engine_reads} "
+            "out"
         )
 
 
@@ -203,6 +222,7 @@ class RouterSettings(Settings, frozen=True):
     append_at_decode_tokens: AppendAtDecode = 0
     engine_groups: EngineGroups = "role"
     handover: HandoverSetting = Handover.BUFFER
+    third_engine_reads: ThirdEngineReads = 0
     read_margin_s: Annotated[
         float,
         Setting(
@@ -406,6 +426,7 @@ class RouterSettings(Settings, frozen=True):
                     "correct it"
                 )
         check_handover(self.handover)
+        check_third_engine_reads(self.third_engine_reads)
         try:
             policy = msgspec.convert(self.rebalance_options, RebalanceSettings, strict=False)
         except msgspec.ValidationError as error:

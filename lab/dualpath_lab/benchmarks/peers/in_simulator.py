@@ -120,21 +120,18 @@ def simulated(raw: Raw, cluster: ClusterSettings) -> SimulationResult:
         computed_weight=1.0,
     )
     setup = Setup(cluster=cluster, model=model, mode=Mode.SPLIT)
-    return simulate(setup, agents_of(raw.settings), core="reference", record_decisions=True)
+    return simulate(setup, agents_of(raw.settings), core="reference")
 
 
 def later_turns(result: SimulationResult) -> tuple[float, float, float]:
-    """Return of turns that are no agent's first: TTFT (p50 and p99, in s), and MB to be read.
+    """Return of turns that are no agent's first: TTFT (p50 and p99, in s), and MB read.
 
-    The reads are those of the assignments.
+    Reads are those of all turns less the hits of the first, of which no node has any in DRAM.
     """
-    decisions = result.decisions
-    assert decisions is not None, "they are recorded"
     first = result.agents.first_round[:-1]
     p50_s, p99_s = np.percentile(np.delete(result.ttft_s(), first), (50, 99))
-    read_tokens = decisions.prefill_read_tokens + decisions.decode_read_tokens
-    later_tokens = read_tokens[~np.isin(decisions.round, first)].sum()
-    return p50_s, p99_s, float(later_tokens) * KV_BYTES / 1e6
+    first_bytes = float(result.agents.hit_tokens[first].sum()) * KV_BYTES
+    return p50_s, p99_s, (float(result.links.snic_read_bytes.sum()) - first_bytes) / 1e6
 
 
 def cluster_of(raw: Raw) -> dict[str, Any]:
