@@ -33,8 +33,7 @@ storage what its first engine has in DRAM.  So it waits for that engine
 It waits for one engine only, and its tokens count there as if it had been placed: no later request
 takes that HBM.  So whatever holds the HBM that it waits for is older, which the order of the
 scheduler relies on (``policy.scheduler``).  Later requests are placed on other engines meanwhile.
-Requests wait for no engine while α is unknown or the driver gives no times, nor where third DEs
-serve what they cache (``policy.read_side``).
+Requests wait for no engine while α is unknown or the driver gives no times.
 """
 
 from collections.abc import Iterable, Sequence
@@ -178,23 +177,15 @@ def assign_decode(
 class TwoPhaseDecodePlacer:
     """The global queue and the private queue of every DE group.
 
-    With ``split_reads`` a hit is read at both of a request's engines, with ``third_reads`` taken
-    from the DRAM of other DEs.
+    With ``split_reads`` a hit is read at both of a request's engines.
     """
 
     def __init__(
-        self,
-        ledger: Ledger,
-        threshold_factor: float,
-        alpha_tokens: int,
-        *,
-        split_reads: bool,
-        third_reads: bool,
+        self, ledger: Ledger, threshold_factor: float, alpha_tokens: int, *, split_reads: bool
     ) -> None:
         self._ledger = ledger
         self._threshold_factor = threshold_factor
         self._split_reads = split_reads
-        self._third_reads = third_reads
         self._queues = WaitQueues()
         self._private_tokens: dict[str, int] = {}
         #: By group, the requests that wait for the DE that caches their KV, the oldest first.
@@ -203,9 +194,9 @@ class TwoPhaseDecodePlacer:
 
     def set_thresholds(self, alpha_tokens: int, beta_tokens: int) -> None:
         """Use another α from now on; β does not count here."""
-        waits = alpha_tokens < UNLIMITED_TOKENS and not self._third_reads
-        #: Of one storage NIC; 0 if no request waits for its KV.
-        self._read_tokens_per_s = alpha_tokens / ALPHA_S if waits else 0.0
+        known = alpha_tokens < UNLIMITED_TOKENS
+        #: Of one storage NIC; 0 if it is not known.
+        self._read_tokens_per_s = alpha_tokens / ALPHA_S if known else 0.0
 
     def add(self, live: LiveRequest) -> None:
         """Append a request to the global queue."""

@@ -700,6 +700,5 @@ def _placers(settings: SchedulerSettings, ledger: Ledger) -> dict[Role, Placer]:
             settings.threshold_factor,
             alpha_tokens,
             split_reads=settings.mode is Mode.SPLIT,
-            third_reads=settings.third_engine_reads > 0,
         ),
     }
