@@ -33,6 +33,7 @@ _NAMES = {
     Place.DE_BUFFER: "DE buffer",
     Place.DE_HBM: "DE HBM",
     Place.DE_STAGING: "DE staging",
+    Place.THIRD_BUFFER: "third DE's buffer",
 }
 
 _HEAD = f"""\
@@ -88,6 +89,15 @@ leave HBM as `generated` too. Here the split read, in two chunks:
 """
 
 
+_THIRD = HITS // 4
+_THIRD_TEXT = f"""\
+Beyond the paper, with [`third_engine_reads`](../architecture.md#third-decode-engines), which so far
+the simulator plays and no engine does. Two third DEs read {_THIRD} blocks each, into buffers of
+their own, PE and DE the rest. What a third DE has in DRAM is not read. Links of a DE are those of
+any of these DEs.
+"""
+
+
 def render() -> str:
     """Return the page."""
     at_pe = _layout(HitRun(Role.PREFILL, BlockRun(0, HITS)))
@@ -103,6 +113,12 @@ def render() -> str:
     ]
     halves = (MISSES // 2, MISSES // 2)
     chunked = list(whole_plan(at_de, halves))
+    thirds = _layout(
+        HitRun(Role.PREFILL, BlockRun(0, _THIRD), third="one"),
+        HitRun(Role.PREFILL, BlockRun(_THIRD, _THIRD), third="another"),
+        HitRun(Role.PREFILL, BlockRun(2 * _THIRD, _THIRD)),
+        HitRun(Role.DECODE, BlockRun(3 * _THIRD, HITS - 3 * _THIRD)),
+    )
     in_hbm = msgspec.structs.replace(split, handover=Handover.HBM)
     return "\n".join(
         [
@@ -121,6 +137,9 @@ def render() -> str:
             "\n## A prompt that the DE receives in HBM\n",
             _HBM_TEXT,
             *_table(list(whole_plan(in_hbm, halves))),
+            "\n## A hit that third decode engines serve\n",
+            _THIRD_TEXT,
+            *_table(list(whole_plan(thirds))),
             "\n## A hit behind which the DE computes\n",
             _APPEND_TEXT,
             *_table(list(append_plan(_HIT))),

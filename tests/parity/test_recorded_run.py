@@ -21,6 +21,7 @@ from dualpath.core.runs import BlockRun, HitRun
 from dualpath.policy.event_log import Entry, EventLog, assignments, difference, encode_line
 from dualpath.policy.events import (
     Assignment,
+    Charge,
     Effects,
     EngineLost,
     EngineReport,
@@ -187,6 +188,7 @@ OTHER = {
     "unstored_tokens": 1,
     "handover": Handover.HBM,
     "handover_reason": "hbm-full",
+    "thirds": (Charge("de-9", 0, 1),),
 }
 
 

@@ -46,7 +46,10 @@ class Driven:
     def __init__(self, scheduler: RequestScheduler) -> None:
         self.fetches = 0
         self.decisions: list[Assignment] = []
-        self.dispatch = Dispatch(scheduler, None, 1, self.decisions.append, lambda s, n: None)
+        self.now_s = 0.0
+        self.dispatch = Dispatch(
+            scheduler, None, 1, self.decisions.append, lambda s, n: None, lambda: self.now_s
+        )
         self._scheduler = scheduler
         self._tasks: dict[str, asyncio.Task[Assignment]] = {}
         apply = scheduler.apply
@@ -59,6 +62,7 @@ class Driven:
 
     async def do(self, operation: tuple[str, int, int]) -> None:
         kind, number, size = operation
+        self.now_s += size / 1000
         dispatch = self.dispatch
         engine = ENGINES[number % len(ENGINES)]
         here = engine.engine_id in dispatch._engines

@@ -46,12 +46,14 @@ class Engine:
     def report(self) -> EngineReport:
         counted = {r: tokens for r, tokens in self.tokens.items() if r in self.received}
         tokens = sum(counted.values())
+        # A third DE reads for requests that it was not assigned.
+        at_third = sum(tokens for r, tokens in self.reads.items() if r not in self.tokens)
         return EngineReport(
             self.spec.engine_id,
             Load(
                 unfinished_requests=len(counted),
                 unfinished_tokens=tokens,
-                read_queue_tokens=sum(self.reads.get(r, 0) for r in counted),
+                read_queue_tokens=at_third + sum(self.reads.get(r, 0) for r in counted),
                 free_hbm_tokens=self.spec.hbm_tokens - tokens,
                 free_buffer_tokens=0,
             ),
@@ -86,8 +88,16 @@ class Cluster(RuleBasedStateMachine):
         balanced=st.booleans(),
         append=st.sampled_from([0, 100, 1000]),
         handover=st.sampled_from(Handover),
+        thirds=st.integers(0, 2),
     )
-    def start(self, data: st.DataObject, balanced: bool, append: int, handover: Handover) -> None:
+    def start(
+        self,
+        data: st.DataObject,
+        balanced: bool,
+        append: int,
+        handover: Handover,
+        thirds: int,
+    ) -> None:
         self.mode = data.draw(st.sampled_from(self.modes))
         self.scheduler = RequestScheduler(
             SchedulerSettings(
@@ -98,9 +108,10 @@ class Cluster(RuleBasedStateMachine):
                 balanced_baselines=balanced,
                 append_at_decode_tokens=append,
                 handover=handover,
+                third_engine_reads=thirds,
             )
         )
-        self.handover = handover
+        self.handover, self.thirds = handover, thirds
         self.append_tokens = append if self.mode in (Mode.DUALPATH, Mode.SPLIT) else 0
         self.limited = balanced or self.mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE)
         if self.mode is Mode.ROUND_ROBIN:
@@ -113,7 +124,9 @@ class Cluster(RuleBasedStateMachine):
         self.known: dict[str, frozenset[str]] = {}
         #: Requests whose slots are granted, or that are further.
         self.reading: set[str] = set()
+        self.prefilled: set[str] = set()
         self.count = 0
+        self.now_s = 0.0
         self.reports: dict[str, EngineReport] = {}
         for spec in specs():
             self.join(spec)
@@ -170,6 +183,13 @@ class Cluster(RuleBasedStateMachine):
             tokens = run.tokens(BLOCK_TOKENS, hit_tokens)
             assert run.blocks.first * BLOCK_TOKENS == position
             position += tokens
+            if run.third:
+                assert run.third not in assignment.engines
+                assert run.third not in self.paused
+                reads = self.engines[run.third].reads
+                before = reads.get(assignment.request_id, 0)
+                reads[assignment.request_id] = before + (0 if run.cached else tokens)
+                continue
             if run.cached:
                 continue
             assert tokens == read_tokens.pop(run.side) > 0
@@ -177,11 +197,18 @@ class Cluster(RuleBasedStateMachine):
             reader.reads[assignment.request_id] = tokens
         assert not any(read_tokens.values())
         assert position == expected
+        thirds = {run.third for run in assignment.reads} - {""}
+        assert thirds == {third.engine_id for third in assignment.thirds}
+        assert len(thirds) <= self.thirds
+        for third in assignment.thirds:
+            read = self.engines[third.engine_id].reads[assignment.request_id]
+            assert read == third.read_tokens
 
     def remove(self, request_id: str) -> None:
         del self.requests[request_id]
         self.assigned.pop(request_id, None)
         self.reading.discard(request_id)
+        self.prefilled.discard(request_id)
         for engine in self.engines.values():
             engine.tokens.pop(request_id, None)
             engine.reads.pop(request_id, None)
@@ -236,9 +263,13 @@ class Cluster(RuleBasedStateMachine):
         self.submit_again(request)
         self.count += 1
 
+    @rule(seconds=st.floats(0.1, 10))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
     @rule(spec=st.sampled_from(specs()))
     def fetch(self, spec: EngineSpec) -> None:
-        for assignment in self.scheduler.apply(Fetch(spec.group)).assignments:
+        for assignment in self.scheduler.apply(Fetch(spec.group, self.now_s)).assignments:
             self.accept(assignment)
 
     @rule(data=st.data())
@@ -274,10 +305,24 @@ class Cluster(RuleBasedStateMachine):
         if len(self.assigned) == len(self.requests):
             assert (held, load.unfinished_requests) == (0, len(mine)), "and it counts once"
 
-    @rule(data=st.data(), parts=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+    @rule(
+        data=st.data(),
+        parts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+        others=st.dictionaries(st.sampled_from(specs()), st.integers(1, 20), max_size=2),
+        refused=st.sampled_from([{}, {"third_reads": False}, {"use_thirds": False}]),
+    )
     @precondition(lambda self: self.assigned.keys() - self.reading)
-    def grant(self, data: st.DataObject, parts: tuple[float, float]) -> None:
-        """A DE grants slots; its engines have evicted some of the blocks they cached."""
+    def grant(
+        self,
+        data: st.DataObject,
+        parts: tuple[float, float],
+        others: dict[EngineSpec, int],
+        refused: dict[str, bool],
+    ) -> None:
+        """A DE grants slots; its engines have evicted some of the blocks they cached.
+
+        ``others`` are further engines that cache blocks; third DEs have perhaps refused slots.
+        """
         names = sorted(self.assigned.keys() - self.reading)
         old = self.assigned[data.draw(st.sampled_from(names))]
         self.reading.add(old.request_id)
@@ -285,16 +330,40 @@ class Cluster(RuleBasedStateMachine):
             side: round(part * old.cached_end(side))
             for side, part in zip((Role.DECODE, Role.PREFILL), parts, strict=True)
         }
-        effects = self.scheduler.apply(
-            SlotsGranted(old.request_id, left[Role.DECODE], left[Role.PREFILL])
+        cached = tuple(
+            CachedPrefix(spec.engine_id, blocks)
+            for spec, blocks in others.items()
+            if spec.engine_id in self.engines and spec.role is Role.DECODE
         )
-        assert bool(effects.assignments) == any(left[s] < old.cached_end(s) for s in Role)
-        for new in effects.assignments:
+        grant = SlotsGranted(old.request_id, left[Role.DECODE], left[Role.PREFILL], cached)
+        effects = self.scheduler.apply(grant)
+        evicted = any(left[s] < old.cached_end(s) for s in Role)
+        may_change = self.thirds > 0 and any(not run.cached for run in old.reads)
+        assert bool(effects.assignments) == (
+            evicted or (may_change and old.prefill_engine is not None)
+        )
+        self.replanned(old, effects.assignments, left)
+        if refused:
+            now = self.assigned[old.request_id]
+            effects = self.scheduler.apply(msgspec.structs.replace(grant, **refused))
+            reads = any(third.read_tokens for third in now.thirds)
+            if now.thirds and (reads or not refused.get("use_thirds", True)):
+                assert effects.assignments, "third DEs have refused slots"
+            self.replanned(now, effects.assignments, left)
+            now = self.assigned[old.request_id]
+            assert not any(third.read_tokens for third in now.thirds)
+            assert not now.thirds or refused.get("use_thirds", True)
+
+    def replanned(
+        self, old: Assignment, changed: tuple[Assignment, ...], left: dict[Role, int]
+    ) -> None:
+        """The reads of a request are planned again; its engines cache ``left`` blocks."""
+        for new in changed:
             assert new.engines == old.engines
             assert new.handover is old.handover
             if new.handover is Handover.HBM:
                 assert new.blocks_at(Role.DECODE) <= old.blocks_at(Role.DECODE)
-            for engine_id in old.engines:
+            for engine_id in (*old.engines, *(third.engine_id for third in old.thirds)):
                 self.engines[engine_id].reads.pop(old.request_id, None)
             self.assigned[old.request_id] = new
             self.charge(new, max(left.values()))
@@ -312,12 +381,13 @@ class Cluster(RuleBasedStateMachine):
             engine.reads.pop(request_id, None)
         if steps > 1:
             self.scheduler.apply(PrefillEnded(request_id))
+            self.prefilled.add(request_id)
             prefill = self.engines.get(self.assigned[request_id].prefill_engine or "")
             if prefill is not None:
                 prefill.tokens.pop(request_id, None)
                 prefill.received.discard(request_id)
         if steps > 2:
-            self.scheduler.apply(Finished(request_id))
+            self.scheduler.apply(Finished(request_id, self.now_s))
             self.remove(request_id)
 
     @rule(data=st.data())
@@ -335,6 +405,12 @@ class Cluster(RuleBasedStateMachine):
         self.paused.discard(engine.spec.engine_id)
         lost = self.scheduler.apply(EngineLost(engine.spec.engine_id)).lost_requests
         held_here = set(engine.tokens)
+        held_here |= {
+            name
+            for name, made in self.assigned.items()
+            if any(third.engine_id == engine.spec.engine_id for third in made.thirds)
+            and name not in self.prefilled
+        }
         assert held_here <= set(lost)
         assert all(request_id not in self.assigned for request_id in set(lost) - held_here)
         for request_id in lost:
@@ -399,7 +475,7 @@ class Cluster(RuleBasedStateMachine):
         while self.requests:
             before = len(self.requests)
             for group in sorted({spec.group for spec in specs()}):
-                for assignment in self.scheduler.apply(Fetch(group)).assignments:
+                for assignment in self.scheduler.apply(Fetch(group, self.now_s)).assignments:
                     self.accept(assignment)
             for request_id in sorted(self.assigned):
                 self.advance(request_id, 3)

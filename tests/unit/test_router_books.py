@@ -194,7 +194,8 @@ async def test_groups_of_prefill_engines_fetch_in_turn():
     scheduler = RequestScheduler(SchedulerSettings(Mode.DUALPATH, 10**6, 10**6))
     chosen: list[str] = []
     dispatch = Dispatch(
-        scheduler, None, 1, lambda made: chosen.append(made.engines[0]), lambda s, n: None
+        *(scheduler, None, 1, lambda made: chosen.append(made.engines[0]), lambda s, n: None),
+        clock=lambda: 0.0,
     )
     groups = [("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE)]
     for order, (name, role) in enumerate(groups):

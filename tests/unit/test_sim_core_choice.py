@@ -23,6 +23,7 @@ BEYOND: dict[str, Any] = {
     "recompute_limit_s": 1.0,
     "append_at_decode_tokens": 1,
     "handover": Handover.HBM,
+    "third_engine_reads": 1,
     "rebalancing": RebalanceSettings(),
     "snic_sharing": "equal",
 }

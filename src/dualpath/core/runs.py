@@ -34,7 +34,8 @@ class HitRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     ``slots`` are slots of that buffer, one per block; empty until they are granted.  ``cached``:
     the blocks are in that buffer already, from an earlier request; they are not read.  Its first
     ``windowless`` blocks are read without their window layers: those bytes of their slots do not
-    contain valid KV.
+    contain valid KV.  ``third``: the buffer is that of this third DE, neither the request's PE nor
+    its DE; the run is of the PE's side, as the PE loads it from there and sends it to the DE.
     """
 
     side: Role
@@ -42,6 +43,7 @@ class HitRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     slots: tuple[int, ...] = ()
     cached: bool = False
     windowless: int = 0
+    third: str = ""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for an inconsistent run, in a message for instance."""
@@ -54,6 +56,8 @@ class HitRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
                 f"{self.windowless} blocks without windows in a run of {self.blocks.count}, "
                 f"cached: {self.cached}; cached blocks have all layers"
             )
+        if self.third and self.side is not Role.PREFILL:
+            raise ValueError(f"a run at third engine {self.third!r} is of the {self.side}'s side")
 
     @property
     def whole_from(self) -> int:

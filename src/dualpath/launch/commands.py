@@ -96,6 +96,7 @@ def router_command(
         append_at_decode_tokens=settings.append_at_decode_tokens,
         engine_groups=settings.engine_groups,
         handover=settings.handover,
+        third_engine_reads=settings.third_engine_reads,
         front_ends=settings.front_ends,
         units=settings.units,
         cluster_port=cluster_port,

@@ -44,7 +44,9 @@ from dualpath.router.settings import (
     HandoverSetting,
     OpenMetrics,
     RecomputeLimit,
+    ThirdEngineReads,
     UnitCount,
+    check_third_engine_reads,
     check_units,
 )
 from dualpath.transport.ucx_config import check_engine_config
@@ -141,6 +143,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     engine_groups: EngineGroups = "role"
     handover: HandoverSetting = Handover.BUFFER
     receive_hbm_share: ReceiveHbmShare = 0.25
+    third_engine_reads: ThirdEngineReads = 0
     served_model_names: ServedNames = ()
     enforce_eager: Annotated[
         bool | None,
@@ -216,6 +219,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
                 f"{{handover}} is {self.handover} and {{receive_hbm_share}} is 0; decode engines "
                 "need a share of their KV memory for it, or leave {handover} out"
             )
+        check_third_engine_reads(self.third_engine_reads)
         check_engine_config(self.nixl_engine_config)
 
     def unit(self, index: int) -> int:

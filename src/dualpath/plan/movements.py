@@ -24,11 +24,13 @@ class Place(enum.StrEnum):
     DE_HBM = "de-hbm"
     DE_STAGING = "de-staging"
     """DRAM through which new blocks leave the DE's HBM."""
+    THIRD_BUFFER = "third-buffer"
+    """The DRAM buffer of a DE that is not the request's; its links are those of a DE."""
 
     @functools.cached_property
     def side(self) -> Role | None:
         """The role of the engine that owns the memory; None for storage."""
-        sides = {"pe": Role.PREFILL, "de": Role.DECODE}
+        sides = {"pe": Role.PREFILL, "de": Role.DECODE, "third": Role.DECODE}
         return sides.get(self.value.partition("-")[0])
 
 
@@ -182,6 +184,9 @@ SEND_MISSES_TO_HBM = msgspec.structs.replace(
 RELOAD_CHUNK_FROM_HBM = msgspec.structs.replace(
     RELOAD_CHUNK, source=Place.DE_HBM, links=(Link.DE_CNIC_READ, Link.PE_CNIC_WRITE)
 )
+# The steps of the DE path where a third DE caches or reads hits: the PE loads them from its buffer.
+READ_TO_THIRD = msgspec.structs.replace(READ_TO_DE, destination=Place.THIRD_BUFFER)
+LOAD_FROM_THIRD_BUFFER = msgspec.structs.replace(LOAD_FROM_DE_BUFFER, source=Place.THIRD_BUFFER)
 FILL_DE_HBM = Movement(
     "8-9",
     "h2d",

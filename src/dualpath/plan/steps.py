@@ -34,6 +34,9 @@ KV go from PE HBM to DE HBM, and later chunks load the blocks of earlier ones fr
 buffer holds only the hits that the DE reads or caches, which 6-7 copy.  New Full Blocks leave HBM
 through staging slots, as generated ones do; if the DE caches blocks in DRAM, so do sent hits.
 
+Beyond the paper a third DE may cache or read blocks of a hit in its own buffer (``HitRun.third``).
+They take 1-5 of the DE path from there, and 5-7 of the PE path: the PE sends them to the DE.
+
 Beyond the paper a DE may compute the tokens behind a hit itself.  Then only 1-2 and 6-7 of the DE
 path are left, for the hit, and full blocks of the append leave HBM as generated ones do.
 """
@@ -58,10 +61,12 @@ from dualpath.plan.movements import (
     FILL_DE_HBM,
     LOAD_FROM_DE_BUFFER,
     LOAD_FROM_PE_BUFFER,
+    LOAD_FROM_THIRD_BUFFER,
     PERSIST_GENERATED,
     PERSIST_PROMPT,
     READ_TO_DE,
     READ_TO_PE,
+    READ_TO_THIRD,
     RELOAD_CHUNK,
     RELOAD_CHUNK_FROM_HBM,
     SEND_HITS,
@@ -195,6 +200,13 @@ _READS = {Role.PREFILL: READ_TO_PE, Role.DECODE: READ_TO_DE}
 _LOADS = {Role.PREFILL: LOAD_FROM_PE_BUFFER, Role.DECODE: LOAD_FROM_DE_BUFFER}
 
 
+def _source_steps(run: HitRun) -> tuple[Movement, Movement]:
+    """Return the read of a run's blocks, and their load into the PE's HBM."""
+    if run.third:
+        return READ_TO_THIRD, LOAD_FROM_THIRD_BUFFER
+    return _READS[run.side], _LOADS[run.side]
+
+
 def chunk_of(cached_tokens: int, computed_tokens: int, block_tokens: int) -> BlockRun:
     """Return the blocks of a chunk of ``computed_tokens`` ≥ 1 after ``cached_tokens``."""
     count = chunk_blocks(cached_tokens, computed_tokens, block_tokens)
@@ -216,7 +228,7 @@ def step_of(
 
 
 def run_reads(geometry: BlockGeometry, run: HitRun) -> tuple[Step, ...]:
-    """Storage reads of a run of hits into its side's buffer (labels 1-2).
+    """Storage reads of a run of hits into its side's buffer, or a third DE's (labels 1-2).
 
     One step for its blocks without window layers, one for its whole blocks; none if it is cached.
     """
@@ -227,7 +239,7 @@ def run_reads(geometry: BlockGeometry, run: HitRun) -> tuple[Step, ...]:
         (BlockRun(run.whole_from, run.blocks.count - run.windowless), True),
     )
     return tuple(
-        step_of(_READS[run.side], geometry, part, slots=run.part(part).slots, whole=whole)
+        step_of(_source_steps(run)[0], geometry, part, slots=run.part(part).slots, whole=whole)
         for part, whole in parts
         if part
     )
@@ -255,7 +267,8 @@ def load_steps(
         loaded = load_blocks(first, count, seen, chunk.first, hits, resident)
         if loaded:
             part = run.part(BlockRun(run.blocks.end - loaded, loaded))
-            steps.append(step_of(_LOADS[run.side], geometry, part.blocks, layer, part.slots))
+            _, load = _source_steps(run)
+            steps.append(step_of(load, geometry, part.blocks, layer, part.slots))
     if reloaded := reload_blocks(seen, chunk.first, hits, resident):
         blocks = BlockRun(chunk.first - reloaded, reloaded)
         in_hbm = layout.handover is Handover.HBM
@@ -267,7 +280,8 @@ def load_steps(
 def send_steps(layout: PromptLayout, layer: int, chunk: BlockRun) -> tuple[Step, ...]:
     """Sends to the DE after ``layer`` of a chunk was computed (labels 5-7).
 
-    The first chunk also sends the hit KV that was read on the PE; KV read on the DE is there.
+    The first chunk also sends the hit KV that was read on the PE or a third DE; KV read on the DE
+    is there.
     """
     seen, steps = layout.decode_sees_from(layer), []
     send_hits, send_misses = layout.sends

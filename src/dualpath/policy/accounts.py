@@ -207,11 +207,16 @@ class EngineLoad(msgspec.Struct, frozen=True):
     free_hbm_tokens: int
 
 
+#: The mean time for which requests have an engine is over about so many of them.
+_RECENT_REQUESTS = 16
+
+
 class EngineAccount:
     """One engine: its row in its group's columns, and its requests.
 
     ``held`` and ``uncounted`` have the tokens of requests, ``uncounted_reads`` those of reads;
-    ``counted`` are the assigned requests that a report has counted in.
+    ``counted`` are the assigned requests that a report has counted in.  ``mean_stay_s`` is how long
+    the latest requests had the engine, from their placement to their end; 0 before one has ended.
     """
 
     def __init__(self, spec: EngineSpec, columns: list[list[int]]) -> None:
@@ -223,6 +228,13 @@ class EngineAccount:
         self.uncounted: dict[str, int] = {}
         self.uncounted_reads: dict[str, int] = {}
         self.counted: set[str] = set()
+        self.mean_stay_s = 0.0
+        self._stays = 0
+
+    def stayed(self, stay_s: float) -> None:
+        """Take down how long a request had the engine."""
+        self._stays = min(self._stays + 1, _RECENT_REQUESTS)
+        self.mean_stay_s += (stay_s - self.mean_stay_s) / self._stays
 
     def account(self, column: int) -> int:
         """Return one entry of the engine's account."""
@@ -457,6 +469,18 @@ class Ledger:
         engine = self.engines[engine_id]
         engine.uncounted_reads[request_id] = tokens
         charge_read(engine.columns, self.node_read_q, self.node_read_total, engine.row, tokens)
+
+    def change_read(self, engine_id: str, request_id: str, tokens: int) -> None:
+        """Let a third DE read so much more for a request; a lost engine has no account."""
+        engine = self.engines.get(engine_id)
+        if engine is None:
+            return
+        reads = engine.uncounted_reads
+        uncounted = request_id in reads
+        if uncounted:
+            reads[request_id] += tokens
+        columns, queues, totals = engine.columns, self.node_read_q, self.node_read_total
+        change(columns, queues, totals, engine.row, 0, tokens, uncounted)
 
     def release_read(self, engine_id: str, request_id: str) -> None:
         """Strike a read if it is uncounted."""

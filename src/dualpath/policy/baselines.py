@@ -52,7 +52,14 @@ class InTurnPlacer:
         engines = self._ledger.groups[group].engines
         return any(self._queues.private(engine.spec.engine_id) for engine in engines)
 
-    def fetch(self, group: str) -> list[LiveRequest]:
+    def waits_for_kv(self, group: str) -> bool:
+        """Return False: no request waits for a certain engine."""
+        return False
+
+    def set_thresholds(self, alpha_tokens: int, beta_tokens: int) -> None:
+        """Do nothing: turns know no thresholds."""
+
+    def fetch(self, group: str, now_s: float) -> list[LiveRequest]:
         """Deal all requests to engines, then place those of the engines of ``group``."""
         for live in list(self._queues.common.values()):
             engine = self._next_engine(self._tokens(live))

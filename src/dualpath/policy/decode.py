@@ -14,8 +14,26 @@ Left open by the paper, decided here:
 - Blocks that an engine caches in DRAM weigh among groups and engines with room for the request
   (``policy.placement``).  Z needs no second check: an engine that weighs less than the usual one,
   cached tokens subtracted, is as far below Z as that one.
+- A request whose KV is cached at an engine without room for it may wait there (below).
 - Equal request counts go to the engine with fewer tokens, everything else equal to the lowest
   order (groups: the one that joined first).
+
+*Waiting for the engine that caches the KV* (beyond the paper).  An engine that caches a prompt may
+have no HBM for it, while another engine of the group has.  Placed there, the request reads from
+storage what its first engine has in DRAM.  So it waits for that engine
+
+- if the engine would be taken for what it caches, had it room: it weighs less than the other one;
+- if the wait is shorter than the read is worth.  The engine's requests have it for a known time on
+  average, in which it frees its tokens once: that is the wait for those that are short.  The read
+  takes the reading queues of the PE and of the other engine, and the tokens that neither of them
+  caches, at the rate behind α.  It counts twice, as a cached token does (``policy.placement``):
+  requests behind it at the storage NICs wait for it as well;
+- and not longer than that.  Then it is placed by the rules above.
+
+It waits for one engine only, and its tokens count there as if it had been placed: no later request
+takes that HBM.  So whatever holds the HBM that it waits for is older, which the order of the
+scheduler relies on (``policy.scheduler``).  Later requests are placed on other engines meanwhile.
+Requests wait for no engine while α is unknown or the driver gives no times.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,17 +44,29 @@ import numpy as np
 from dualpath.core.cluster import Role
 from dualpath.policy.accounts import (
     FREE_HBM,
+    NODE,
     SEQ,
     TOK,
     Column,
+    EngineAccount,
     GroupState,
     IntArray,
     Ledger,
     Table,
+    Taking,
 )
-from dualpath.policy.events import DE_HIGH_TOKEN, DE_KEPT, DE_LOW_TOKEN, DE_REASONS
+from dualpath.policy.events import (
+    ALPHA_S,
+    DE_HIGH_TOKEN,
+    DE_KEPT,
+    DE_LOW_TOKEN,
+    DE_REASONS,
+    DE_WAITED,
+    UNLIMITED_TOKENS,
+)
 from dualpath.policy.placement import (
     DECODE_WORTH,
+    KvWait,
     LiveRequest,
     WaitQueues,
     cached_table,
@@ -145,13 +175,28 @@ def assign_decode(
 
 
 class TwoPhaseDecodePlacer:
-    """The global queue and the private queue of every DE group."""
+    """The global queue and the private queue of every DE group.
 
-    def __init__(self, ledger: Ledger, threshold_factor: float) -> None:
+    With ``split_reads`` a hit is read at both of a request's engines.
+    """
+
+    def __init__(
+        self, ledger: Ledger, threshold_factor: float, alpha_tokens: int, *, split_reads: bool
+    ) -> None:
         self._ledger = ledger
         self._threshold_factor = threshold_factor
+        self._split_reads = split_reads
         self._queues = WaitQueues()
         self._private_tokens: dict[str, int] = {}
+        #: By group, the requests that wait for the DE that caches their KV, the oldest first.
+        self._waits: dict[str, dict[str, LiveRequest]] = {}
+        self.set_thresholds(alpha_tokens, UNLIMITED_TOKENS)
+
+    def set_thresholds(self, alpha_tokens: int, beta_tokens: int) -> None:
+        """Use another α from now on; β does not count here."""
+        known = alpha_tokens < UNLIMITED_TOKENS
+        #: Of one storage NIC; 0 if it is not known.
+        self._read_tokens_per_s = alpha_tokens / ALPHA_S if known else 0.0
 
     def add(self, live: LiveRequest) -> None:
         """Append a request to the global queue."""
@@ -169,16 +214,31 @@ class TwoPhaseDecodePlacer:
         """Move all requests back to the global queue in order of number."""
         self._queues.requeue(requests)
         self._private_tokens.clear()
+        self._waits.clear()
+        for live in self._queues.common.values():
+            live.wait = None
 
     def may_place(self, group: str) -> bool:
         """Whether a request waits for any group or for this one."""
         return bool(self._queues.common) or bool(self._queues.private(group))
 
-    def fetch(self, group: str) -> list[LiveRequest]:
+    def waits_for_kv(self, group: str) -> bool:
+        """Whether a request of a group waits for the DE that caches its KV.
+
+        The reading queues of all engines decide how long it does.
+        """
+        return bool(self._waits.get(group))
+
+    def fetch(self, group: str, now_s: float) -> list[LiveRequest]:
         """Run both phases for one group."""
         if self._queues.common:
             self._drain_global_queue()
-        return self._serve_private_queue(self._ledger.groups[group])
+        state, placed = self._ledger.groups[group], []
+        while True:
+            served, one_waits = self._serve_private_queue(state, now_s)
+            placed += served
+            if not one_waits:
+                return placed
 
     def _drain_global_queue(self) -> None:
         groups = self._ledger.groups_of(Role.DECODE)
@@ -197,13 +257,19 @@ class TwoPhaseDecodePlacer:
             private[name] = private.get(name, 0) + live.decode_tokens
             self._queues.deal(live, name)
 
-    def _serve_private_queue(self, group: GroupState) -> list[LiveRequest]:
+    def _serve_private_queue(
+        self, group: GroupState, now_s: float
+    ) -> tuple[list[LiveRequest], bool]:
+        """Run phase 2 up to the first request that begins to wait; also return whether one does."""
+        taking, waiting = self._reserve(group, now_s)
         queue = self._queues.private(group.name)
-        taking = group.taking()
+        if waiting:
+            queue = [live for live in queue if live.request_id not in waiting]
         lengths = upper_bound_set(taking.columns[FREE_HBM], (live.decode_tokens for live in queue))
         if not lengths:
-            return []
+            return [], False
         bound = list(islice(queue, len(lengths)))
+        tokens, free = taking.columns[TOK].copy(), taking.columns[FREE_HBM].copy()
         rows, why = assign_decode(
             taking.columns[TOK],
             taking.columns[SEQ],
@@ -212,13 +278,102 @@ class TwoPhaseDecodePlacer:
             *cached_table(bound, taking),
             self._threshold_factor,
         )
-        placed = bound[: len(rows)]
-        for live, row, reason in zip(placed, rows.tolist(), why.tolist(), strict=True):
+        placed: list[LiveRequest] = []
+        for live, row, reason in zip(bound, rows.tolist(), why.tolist(), strict=False):
+            wait = self._worth_waiting(live, taking.engines, tokens, free, row, now_s)
+            if wait is not None:
+                live.wait = wait
+                self._waits.setdefault(group.name, {})[live.request_id] = live
+                return placed, True
+            tokens[row] += live.decode_tokens
+            free[row] -= live.decode_tokens
             engine_id = taking.engines[row].spec.engine_id
+            waited = live.wait is not None and live.wait.engine_id == engine_id
             self._take(live.request_id)
             self._ledger.hold(engine_id, live.request_id, live.decode_tokens)
-            live.place(Role.DECODE, engine_id, DE_REASONS[reason])
-        return placed
+            live.place(Role.DECODE, engine_id, DE_REASONS[DE_WAITED if waited else reason])
+            live.decode_since_s = now_s
+            placed.append(live)
+        return placed, False
+
+    def _reserve(self, group: GroupState, now_s: float) -> tuple[Taking, dict[str, LiveRequest]]:
+        """Return a group's accounts with the requests that still wait as if placed, and these."""
+        taking, waits = group.taking(), self._waits.get(group.name)
+        if not waits:
+            return taking, {}
+        columns = [column.copy() for column in taking.columns]
+        left = taking.columns[FREE_HBM].copy()
+        rows = {engine.spec.engine_id: row for row, engine in enumerate(taking.engines)}
+        waiting = {}
+        for request_id, live in list(waits.items()):
+            assert live.wait is not None, "a request that waits knows for which engine"
+            row = rows.get(live.wait.engine_id)
+            if row is None or now_s - live.wait.since_s > live.wait.limit_s:
+                del waits[request_id]
+                continue
+            left[row] -= live.decode_tokens
+            if left[row] < 0:
+                waiting[request_id] = live
+                columns[TOK][row] += live.decode_tokens
+                columns[SEQ][row] += 1
+                columns[FREE_HBM][row] -= live.decode_tokens
+        return Taking(taking.engines, columns), waiting
+
+    def _worth_waiting(
+        self,
+        live: LiveRequest,
+        engines: Sequence[EngineAccount],
+        tokens: Sequence[int],
+        free: Sequence[int],
+        usual: int,
+        now_s: float,
+    ) -> KvWait | None:
+        """Return the wait of a request that can be placed on row ``usual``, None for no wait.
+
+        ``tokens`` and ``free`` are those of ``engines``, with what was placed in this fetch.
+        """
+        if not live.cached_tokens or live.wait is not None or not self._read_tokens_per_s:
+            return None
+        length = live.decode_tokens
+        cached = [live.cached_tokens.get(engine.spec.engine_id, 0) for engine in engines]
+        best, least = usual, weighed_tokens(tokens[usual], cached[usual], DECODE_WORTH)
+        for row, engine in enumerate(engines):
+            if cached[row] <= cached[usual] or not free[row] < length <= engine.spec.hbm_tokens:
+                continue
+            weighed = weighed_tokens(tokens[row], cached[row], DECODE_WORTH)
+            if weighed < least:
+                best, least = row, weighed
+        if best == usual:
+            return None
+        engine, taken = engines[best], engines[best].account(TOK)
+        if not taken or not engine.mean_stay_s:
+            return None
+        wait_s = engine.mean_stay_s * (length - free[best]) / taken
+        read_s = self._read_s(live, engines[usual], cached[best], cached[usual])
+        limit_s = read_s * DECODE_WORTH
+        return KvWait(engine.spec.engine_id, now_s, limit_s) if wait_s < limit_s else None
+
+    def _read_s(
+        self, live: LiveRequest, decode: EngineAccount, hit_tokens: int, cached_tokens: int
+    ) -> float:
+        """Return how long a DE that caches less of a hit would wait for the rest from storage.
+
+        Its PE is the request's if that is known, else the one with the shortest reading queue.
+        """
+        ledger = self._ledger
+        known = live.engines.get(Role.PREFILL)
+        prefill = [ledger.engines[known]] if known else ledger.ring(Role.PREFILL)
+        if not prefill:
+            return 0.0
+        at_prefill = max(live.cached_tokens.get(one.spec.engine_id, 0) for one in prefill)
+        unread = hit_tokens - max(cached_tokens, at_prefill)
+        if unread <= 0:
+            return 0.0
+        pe_queue = min(ledger.node_read_q[one.account(NODE)] for one in prefill)
+        de_queue = ledger.node_read_q[decode.account(NODE)]
+        if self._split_reads:
+            return (pe_queue + de_queue + unread) / (2 * self._read_tokens_per_s)
+        return (min(pe_queue, de_queue) + unread) / self._read_tokens_per_s
 
     def _most_cached(self, live: LiveRequest, groups: Sequence[GroupState]) -> list[int]:
         """Return the most tokens that an engine of each group caches and gets requests."""
@@ -232,5 +387,7 @@ class TwoPhaseDecodePlacer:
     def _take(self, request_id: str) -> None:
         queue = self._queues.queue_of(request_id)
         live = self._queues.take(request_id)
+        if queue is not None:
+            self._waits.get(queue, {}).pop(request_id, None)
         if queue is not None and live is not None:
             self._private_tokens[queue] -= live.decode_tokens

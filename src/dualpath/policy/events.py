@@ -10,7 +10,7 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.control import Load
 from dualpath.core.modes import Handover, Mode
-from dualpath.core.request import Request
+from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import HitRun
 
 #: The times that α and β stand for (§A.4).
@@ -27,8 +27,9 @@ UNLIMITED_TOKENS = 1 << 60
 #: Why a request got its PE: category C2 or C3 of Algorithm 1, or round robin; its DE: phase 2 or
 #: round robin; either: the blocks that the engine caches (``policy.placement``), or the request's
 #: sender has chosen it.  A request has no PE, with the last reason, if its DE computes the append.
+#: It got its DE with the last reason if it waited for the DE that caches it (``policy.decode``).
 PE_REASONS = ("short-queue", "long-queue", "round-robin", "kept", "given", "append-at-decode")
-DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept", "given")
+DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept", "given", "waited")
 
 #: Why a DE receives a prompt in its buffer or in its HBM: the setting; or, where that allows HBM,
 #: the mode is a baseline, the request has no PE, or (``Handover.AUTO``) the DE has HBM or not.
@@ -36,7 +37,7 @@ HANDOVER_REASONS = ("setting", "baseline", "append-at-decode", "hbm-free", "hbm-
 
 #: Their places, as kernels return them.
 PE_SHORT_QUEUE, PE_LONG_QUEUE, PE_IN_TURN, PE_KEPT, PE_GIVEN, PE_APPEND = range(len(PE_REASONS))
-DE_LOW_TOKEN, DE_HIGH_TOKEN, DE_IN_TURN, DE_KEPT, DE_GIVEN = range(len(DE_REASONS))
+DE_LOW_TOKEN, DE_HIGH_TOKEN, DE_IN_TURN, DE_KEPT, DE_GIVEN, DE_WAITED = range(len(DE_REASONS))
 BY_SETTING, BASELINE, NOTHING_SENT, HBM_FREE, HBM_FULL = range(len(HANDOVER_REASONS))
 
 
@@ -54,6 +55,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     ``append_at_decode_tokens`` how many tokens behind a hit a DE may compute itself, 0 for none
     (``policy.read_side``);
     ``handover`` where DEs receive KV (``policy.read_side``);
+    ``third_engine_reads`` how many third DEs may serve a part of a hit, 0 for none
+    (``policy.read_side``);
     ``balanced_baselines`` places Basic and Layerwise by token count instead of in turn.
     """
 
@@ -67,6 +70,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     recompute_limit_s: float = 0.0
     append_at_decode_tokens: int = 0
     handover: Handover = Handover.BUFFER
+    third_engine_reads: int = 0
     computed_weight: float = TYPICAL_COMPUTED_WEIGHT
 
 
@@ -104,7 +108,8 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``reads`` is empty without hits and in Oracle mode.  Else its runs are in block order and cover
     the hit blocks exactly, but for the last ``recompute_tokens``, which are recomputed: what the DE
     caches in DRAM, what the PE caches behind it, and what is read, at the PE, at the DE,
-    or at both.
+    or at both.  Behind the cached runs there may be those of third DEs (``HitRun.third``), which
+    are ``thirds``, each with what its node reads for the request.
     ``handover`` is where the DE receives the KV: in its buffer, where it reserves slots for the
     whole prompt (without a PE for the hit), or in HBM, where it reserves slots for the blocks of
     its own ``reads`` alone and allocates HBM for the prompt before them.
@@ -132,6 +137,7 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unstored_tokens: int = 0
     handover: Handover = Handover.BUFFER
     handover_reason: str = HANDOVER_REASONS[BY_SETTING]
+    thirds: tuple[Charge, ...] = ()
 
     @property
     def sides(self) -> tuple[Role, ...]:
@@ -151,13 +157,13 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Charge(self.decode_engine, self.decode_tokens, self.decode_read_tokens)
 
     def blocks_at(self, side: Role) -> int:
-        """Return how many hit blocks a side reads or has in DRAM."""
-        return sum(run.blocks.count for run in self.reads if run.side is side)
+        """Return how many hit blocks the engine of a side reads or has in DRAM."""
+        return sum(r.blocks.count for r in self.reads if r.side is side and not r.third)
 
     def cached_end(self, side: Role) -> int:
-        """Return the end of the blocks that a side has in DRAM, 0 for none."""
-        ends = (run.blocks.end for run in self.reads if run.cached and run.side is side)
-        return max(ends, default=0)
+        """Return the end of the blocks that the engine of a side has in DRAM, 0 for none."""
+        cached = (run for run in self.reads if run.cached and not run.third)
+        return max((run.blocks.end for run in cached if run.side is side), default=0)
 
 
 # ------------------------------------------------------------------------ events
@@ -190,10 +196,10 @@ class EngineJoined(SchedulerEvent, frozen=True, tag="engine_joined"):
 class EngineLost(SchedulerEvent, frozen=True, tag="engine_lost"):
     """An engine is gone; the effect is ``lost_requests``, the unfinished requests that it had.
 
-    The scheduler has removed these: submit them again or fail them.  A PE has a request until
-    ``PrefillEnded``, a DE from its assignment until ``Finished``.  Requests that only wait stay,
-    even if they were placed on this engine, and are placed elsewhere; but one that no other engine
-    may serve is lost with it.
+    The scheduler has removed these: submit them again or fail them.  A PE, and a third DE, has a
+    request until ``PrefillEnded``, a DE from its assignment until ``Finished``.  Requests that only
+    wait stay, even if they were placed on this engine, and are placed elsewhere; but one that no
+    other engine may serve is lost with it.
     Refused with ``EngineLostError`` if the engine has not joined.
     """
 
@@ -249,19 +255,21 @@ class Submitted(SchedulerEvent, frozen=True, tag="submit"):
     request: Request
 
 
-class Fetch(SchedulerEvent, frozen=True, tag="fetch"):
+class Fetch(SchedulerEvent, frozen=True, omit_defaults=True, tag="fetch"):
     """A group asks for requests; the effect: ``assignments`` of requests with both engines now.
 
     A request with a DE that computes the append is assigned without a PE.
 
     Algorithm 1 for a PE group, phases 1 and 2 for a DE group (§6.1).  A group without a live
-    engine gets nothing.
+    engine gets nothing.  ``now_s`` is the driver's time, from any origin: it bounds how long a
+    request waits for the DE that caches it (``policy.decode``).
     """
 
     group: str
+    now_s: float = 0.0
 
 
-class SlotsGranted(SchedulerEvent, frozen=True, tag="granted"):
+class SlotsGranted(SchedulerEvent, frozen=True, omit_defaults=True, tag="granted"):
     """A DE has granted an assigned request's slots, before anything of it is read.
 
     ``decode_blocks`` at the head of its hit are cached by the DE, as the DE reports;
@@ -269,11 +277,19 @@ class SlotsGranted(SchedulerEvent, frozen=True, tag="granted"):
     itself.  If its engines cache less than the assignment assumes, the effect is one assignment:
     the same engines with reads that are planned again for the present queues.  Hits that were to be
     recomputed still are.  With a hand-over in HBM the DE reads what its slots suffice for.
+    ``others`` are further DEs that are believed to cache blocks now.  With ``third_engine_reads``
+    the effect may be an assignment with third DEs, each of which has to grant slots as well.  If
+    one does not, or caches less than expected, the event is applied again: with ``third_reads``
+    False for an assignment without reads by third DEs, with ``use_thirds`` False for one without
+    third DEs.
     """
 
     request_id: str
     decode_blocks: int
     prefill_blocks: int
+    others: tuple[CachedPrefix, ...] = ()
+    third_reads: bool = True
+    use_thirds: bool = True
 
 
 class ReadsDone(SchedulerEvent, frozen=True, tag="read_done"):
@@ -291,10 +307,14 @@ class PrefillEnded(SchedulerEvent, frozen=True, tag="prefill_done"):
     request_id: str
 
 
-class Finished(SchedulerEvent, frozen=True, tag="finished"):
-    """A request has ended in whatever state, also by an error; unknown requests are ignored."""
+class Finished(SchedulerEvent, frozen=True, omit_defaults=True, tag="finished"):
+    """A request has ended in whatever state, also by an error; unknown requests are ignored.
+
+    ``now_s`` is the time, as in ``Fetch``; 0 if the driver has none.
+    """
 
     request_id: str
+    now_s: float = 0.0
 
 
 Event = (

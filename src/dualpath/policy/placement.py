@@ -22,7 +22,7 @@ cached block the rules are the paper's.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dualpath.core.cluster import Role
 from dualpath.core.request import Request
@@ -53,6 +53,14 @@ def weighed_tokens(load_tokens: int, cached_tokens: int, worth: float) -> int:
     return load_tokens - int(cached_tokens * worth)
 
 
+class KvWait(NamedTuple):
+    """A request waits for HBM of the DE that caches its hit, ``limit_s`` long from ``since_s``."""
+
+    engine_id: str
+    since_s: float
+    limit_s: float
+
+
 class LiveRequest:
     """A request from ``Submitted`` to ``Finished``; ``number`` is its place in submission order.
 
@@ -60,12 +68,14 @@ class LiveRequest:
     ``cached_tokens`` the part of its hit in each engine's DRAM.  ``engines`` are those that it is
     placed on, charged to the ledger, ``reasons`` why these; ``assignment`` is set once the driver
     knows both.  ``reading`` are the engines that the ledger has charged for reading its hit,
-    ``computing_tokens`` the tokens charged to its PE's computation.
+    ``computing_tokens`` the tokens charged to its PE's computation.  ``wait`` is set once it has
+    waited for the DE that caches its hit, ``decode_since_s`` is when it was placed on its DE.
     """
 
     __slots__ = (
-        *("assignment", "cached_tokens", "computing_tokens", "decode_tokens", "engines", "number"),
-        *("prefill_tokens", "prefilled", "reading", "reasons", "request", "request_id"),
+        *("assignment", "cached_tokens", "computing_tokens", "decode_since_s", "decode_tokens"),
+        *("engines", "number", "prefill_tokens", "prefilled", "reading", "reasons", "request"),
+        *("request_id", "wait"),
     )
 
     def __init__(
@@ -88,6 +98,8 @@ class LiveRequest:
         self.prefilled = False
         self.reading: tuple[str, ...] = ()
         self.computing_tokens = 0
+        self.decode_since_s: float | None = None
+        self.wait: KvWait | None = None
 
     def place(self, role: Role, engine_id: str, reason: str) -> None:
         """Note the engine of a role; the caller charges the ledger."""
@@ -121,7 +133,7 @@ class Placer(Protocol):
     def may_place(self, group: str) -> bool:
         """Whether ``fetch`` of a live group would do anything; False if nothing waits for it."""
 
-    def fetch(self, group: str) -> list[LiveRequest]:
+    def fetch(self, group: str, now_s: float) -> list[LiveRequest]:
         """Place all that can be placed on the engines of ``group`` now, and charge the ledger."""
 
     def requeue(self, requests: Iterable[LiveRequest] = ()) -> None:
@@ -129,6 +141,12 @@ class Placer(Protocol):
 
     def waiting(self) -> int:
         """Return how many requests wait."""
+
+    def waits_for_kv(self, group: str) -> bool:
+        """Whether a request in a group's queue waits for the engine that caches its KV."""
+
+    def set_thresholds(self, alpha_tokens: int, beta_tokens: int) -> None:
+        """Use another α and β from now on."""
 
 
 class WaitQueues:

@@ -117,7 +117,11 @@ class FifoPrefillPlacer:
         """Whether a request waits; any group may take it."""
         return bool(self._queue)
 
-    def fetch(self, group: str) -> list[LiveRequest]:
+    def waits_for_kv(self, group: str) -> bool:
+        """Return False: no request waits for a certain engine."""
+        return False
+
+    def fetch(self, group: str, now_s: float) -> list[LiveRequest]:
         """Run Algorithm 1 for one group."""
         placed: list[LiveRequest] = []
         while self._queue:

@@ -51,13 +51,24 @@ request without a PE, which hands nothing over.  Reads that are planned again ma
 more blocks than it has reserved slots for: a DE that reserved more while it holds slots could wait
 for a request that waits for it.
 
+*Third DEs* (beyond the paper).  With ``third_engine_reads`` N, up to N DEs that are not the
+request's serve a part of its hit from their buffers: the PE loads it from there and sends it to the
+DE.  What such a DE caches behind the blocks that PE and DE cache comes from the one that caches
+most.  Of what is read, Split gives each third DE the whole blocks that its storage NIC has read
+when all end together; the sides share the rest by their rule.  DualPath lets the third DE with the
+shortest queue read, if that is shorter than those of both sides.  One DE of a node is considered,
+and none of the nodes of PE and DE.  No request waits for slots of a third DE: if they are not free,
+or blocks are evicted by then, the reads are planned again without third DEs.  Recomputation
+does not count their storage NICs, and what they cache beyond the stored blocks is not used.
+
 A new rule is a constant here, the mode that uses it in ``RULES``, a branch of ``read_tokens`` and
 its reason: the live scheduler and both cores of the simulator call ``read_tokens``, the compiled
 one as it stands.  A new input from engines is a field of ``core.control.Load``, which the engine's
 ``TrafficManager.report`` fills in, and a column of ``policy.accounts``.
 """
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dualpath.core.blocks import holding_blocks
@@ -65,7 +76,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Handover, Mode
 from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.policy.accounts import COMPUTING, FREE_HBM, NODE, SEQ, Ledger
+from dualpath.policy.accounts import COMPUTING, FREE_HBM, NODE, SEQ, EngineAccount, Ledger
 from dualpath.policy.baselines import SidesInTurn
 from dualpath.policy.events import (
     ALPHA_S,
@@ -92,7 +103,7 @@ RULES = {
 }
 
 #: Why hits are read where they are: ``kept`` if nothing is read, ``recompute`` if a part of them is
-#: recomputed.
+#: recomputed, ``third`` if a third DE reads some or has them in DRAM.
 READ_REASONS = (
     "no-hit",
     "oracle",
@@ -103,9 +114,10 @@ READ_REASONS = (
     "split",
     "kept",
     "recompute",
+    "third",
 )
 #: Their places, as kernels return them.
-NO_HIT, ORACLE, PE_ONLY, IN_TURN, BY_QUEUE, BY_TIE, SPLIT, KEPT, RECOMPUTE = range(
+NO_HIT, ORACLE, PE_ONLY, IN_TURN, BY_QUEUE, BY_TIE, SPLIT, KEPT, RECOMPUTE, THIRD = range(
     len(READ_REASONS)
 )
 #: Sides as kernels name them.
@@ -129,6 +141,13 @@ class Reader(NamedTuple):
     cached_tokens: int = 0
 
 
+class ThirdReader(NamedTuple):
+    """A third DE that could serve a part of a hit; its reader's ``cached_tokens`` may be 0."""
+
+    engine_id: str
+    reader: Reader
+
+
 def choose_reads(
     rule: int,
     turn: int,
@@ -137,13 +156,26 @@ def choose_reads(
     hit_tokens: int,
     block_tokens: int,
     decode_slots: int = UNLIMITED_BLOCKS,
+    thirds: Sequence[ThirdReader] = (),
+    *,
+    third_reads: bool = True,
 ) -> Reads:
     """Return the runs of hit blocks, each with its side, and the reason; see ``read_tokens``.
 
-    The DE has ``decode_slots`` for what it caches and reads.
+    The DE has ``decode_slots`` for what it caches and reads.  ``thirds`` may serve a part, from
+    DRAM or, with ``third_reads``, from storage; the first is the only one that may have it in DRAM.
     """
     at_decode, at_prefill = cache_hit_tokens(rule, prefill.cached_tokens, decode.cached_tokens)
     unread = hit_tokens - at_decode - at_prefill
+    at_third: list[ThirdRun] = []
+    if thirds and rule in (SHORTER_QUEUE, BOTH_SIDES):
+        cached = at_decode + at_prefill
+        at_third = cached_third_run(thirds[0], cached, unread, block_tokens)
+        unread -= sum(tokens for _, tokens, _ in at_third)
+    if thirds and third_reads and rule in (SHORTER_QUEUE, BOTH_SIDES):
+        reading = third_read_runs(rule, prefill, decode, thirds, unread, block_tokens)
+        unread -= sum(tokens for _, tokens, _ in reading)
+        at_third += reading
     head, tail, reason = read_tokens(rule, turn, *prefill[:3], *decode[:3], unread, block_tokens)
     most_blocks = decode_slots - holding_blocks(at_decode, block_tokens)
     if holding_blocks(tail, block_tokens) > most_blocks:
@@ -151,30 +183,106 @@ def choose_reads(
         if rule == BOTH_SIDES:
             head = (holding_blocks(unread, block_tokens) - most_blocks) * block_tokens
         tail = unread - head
-    runs = hit_runs(at_decode, at_prefill, head, tail, block_tokens)
-    return runs, READ_REASONS[reason if unread or not hit_tokens else KEPT]
+    runs = hit_runs(at_decode, at_prefill, head, tail, block_tokens, at_third)
+    if at_third:
+        reason = THIRD
+    elif hit_tokens and not unread:
+        reason = KEPT
+    return runs, READ_REASONS[reason]
+
+
+#: Of a third DE: its id, how many tokens of a hit it serves, and whether it has them in DRAM.
+ThirdRun = tuple[str, int, bool]
 
 
 def hit_runs(
-    at_decode: int, at_prefill: int, head: int, tail: int, block_tokens: int
+    at_decode: int,
+    at_prefill: int,
+    head: int,
+    tail: int,
+    block_tokens: int,
+    at_third: Iterable[ThirdRun] = (),
 ) -> tuple[HitRun, ...]:
     """Return the runs of a hit, from the tokens that come from each place, in block order.
 
-    What the DE caches in DRAM is first, what the PE caches behind it; then what the PE reads, the
-    ``head``, and what the DE reads, the ``tail``.
+    What the DE caches in DRAM is first, what the PE caches behind it, and what third DEs serve
+    behind that; then what the PE reads, the ``head``, and what the DE reads, the ``tail``.
     """
     runs, first = [], 0
-    for side, tokens, cached in (
-        (Role.DECODE, at_decode, True),
-        (Role.PREFILL, at_prefill, True),
-        (Role.PREFILL, head, False),
-        (Role.DECODE, tail, False),
+    for side, tokens, cached, third in (
+        (Role.DECODE, at_decode, True, ""),
+        (Role.PREFILL, at_prefill, True, ""),
+        *((Role.PREFILL, tokens, cached, engine_id) for engine_id, tokens, cached in at_third),
+        (Role.PREFILL, head, False, ""),
+        (Role.DECODE, tail, False, ""),
     ):
         blocks = BlockRun(first, holding_blocks(tokens, block_tokens))
         if blocks:
-            runs.append(HitRun(side, blocks, cached=cached))
+            runs.append(HitRun(side, blocks, cached=cached, third=third))
         first = blocks.end
     return tuple(runs)
+
+
+def cached_third_run(
+    third: ThirdReader, cached_tokens: int, unread_tokens: int, block_tokens: int
+) -> list[ThirdRun]:
+    """Return what a third DE has in DRAM behind the ``cached_tokens`` of PE and DE.
+
+    Whole blocks, as with ``third_read_runs``: a last block that is hit in part is PE's or DE's.
+    """
+    tokens = min(third.reader.cached_tokens - cached_tokens, unread_tokens)
+    whole = tokens - tokens % block_tokens
+    return [(third.engine_id, whole, True)] if whole > 0 else []
+
+
+def third_read_runs(
+    rule: int,
+    prefill: Reader,
+    decode: Reader,
+    thirds: Sequence[ThirdReader],
+    unread_tokens: int,
+    block_tokens: int,
+) -> list[ThirdRun]:
+    """Return what third DEs read of the ``unread_tokens``."""
+    tokens = third_read_tokens(rule, prefill, decode, thirds, unread_tokens)
+    whole = ((one.engine_id, n - n % block_tokens) for one, n in zip(thirds, tokens, strict=True))
+    return [(engine_id, n, False) for engine_id, n in whole if n]
+
+
+def third_read_tokens(
+    rule: int,
+    prefill: Reader,
+    decode: Reader,
+    thirds: Sequence[ThirdReader],
+    unread_tokens: int,
+) -> list[int]:
+    """Return how many tokens each third DE reads.
+
+    By ``BOTH_SIDES`` such that all storage NICs with a part end together, queues included.
+    """
+    readers = [third.reader for third in thirds]
+    if rule == SHORTER_QUEUE:
+        shortest = min(readers, key=_drained)
+        takes = _drained(shortest) < min(_drained(prefill), _drained(decode))
+        return [unread_tokens if takes and one is shortest else 0 for one in readers]
+    tokens, rate, end = unread_tokens, 0.0, 0.0
+    for reader in sorted((prefill, decode, *readers), key=_drained):
+        if rate and _drained(reader) >= end:
+            break
+        tokens += reader.queue_tokens
+        rate += reader.tokens_per_s
+        end = tokens / rate
+    return [max(int(end * r.tokens_per_s) - r.queue_tokens, 0) for r in readers]
+
+
+def _least_to_read(third: ThirdReader) -> tuple[float, float]:
+    """Return a key that is smaller for nodes that have less to read, then had less so far."""
+    return _drained(third.reader), third.reader.total_tokens / third.reader.tokens_per_s
+
+
+def _drained(reader: Reader) -> float:
+    """Return when a node has read what is queued there."""
+    return reader.queue_tokens / reader.tokens_per_s
 
 
 def cache_hit_tokens(rule: int, pe_cached: int, de_cached: int) -> tuple[int, int]:
@@ -482,11 +590,15 @@ class HitSources:
         cached_tokens: Mapping[str, int],
         engines: Mapping[Role, str],
         decode_slots: int = UNLIMITED_BLOCKS,
+        *,
+        use_thirds: bool = True,
+        third_reads: bool = True,
     ) -> HitSource:
         """Plan for a request that the ledger has at both of its ``engines``.
 
         ``hit_tokens`` are stored, ``cached_tokens`` are in engines' DRAM, by engine.  The DE has
-        ``decode_slots`` for what it caches and reads.
+        ``decode_slots`` for what it caches and reads.  ``use_thirds`` False: no third DE serves it;
+        ``third_reads`` False: none reads for it.
         """
         settings = self.settings
         prefill = self._reader(engines[Role.PREFILL], cached_tokens)
@@ -510,11 +622,48 @@ class HitSources:
         side = PE_SIDE
         if self._rule == SIDES_IN_TURN and hit_tokens > cached:
             side = self._sides.take(engines[Role.PREFILL], engines[Role.DECODE])
+        thirds = self._thirds(cached_tokens, engines) if use_thirds else ()
         runs, reason = choose_reads(
-            self._rule, side, prefill, decode, hit_tokens, settings.block_tokens, decode_slots
+            *(self._rule, side, prefill, decode, hit_tokens, settings.block_tokens),
+            decode_slots,
+            thirds,
+            third_reads=third_reads,
         )
         reason = READ_REASONS[RECOMPUTE] if recomputed else reason
         return HitSource(runs, reason, recomputed, unstored)
+
+    def _thirds(
+        self, cached_tokens: Mapping[str, int], engines: Mapping[Role, str]
+    ) -> Sequence[ThirdReader]:
+        """Return the third DEs that may serve a part of a hit, the one that caches most first.
+
+        The others are those with the shortest reading queues, then those given least to read so
+        far.
+        """
+        most, ledger = self.settings.third_engine_reads, self._ledger
+        if not most:
+            return ()
+        own = {ledger.engines[engine_id].account(NODE) for engine_id in engines.values()}
+        by_node: dict[int, EngineAccount] = {}
+        for engine in ledger.ring(Role.DECODE):
+            node = engine.account(NODE)
+            if engine.paused or node in own:
+                continue
+            known = by_node.setdefault(node, engine)
+            cached = cached_tokens.get(engine.spec.engine_id, 0)
+            if cached > cached_tokens.get(known.spec.engine_id, 0):
+                by_node[node] = engine
+        thirds = [
+            ThirdReader(engine.spec.engine_id, self._reader(engine.spec.engine_id, cached_tokens))
+            for engine in by_node.values()
+        ]
+        if not thirds:
+            return ()
+        caching = max(thirds, key=lambda third: third.reader.cached_tokens)
+        if not caching.reader.cached_tokens:
+            caching = min(thirds, key=_least_to_read)
+        rest = (third for third in thirds if third is not caching)
+        return [caching, *heapq.nsmallest(most - 1, rest, key=_least_to_read)]
 
     def _reader(self, engine_id: str, cached_tokens: Mapping[str, int]) -> Reader:
         engine = self._ledger.engines[engine_id]

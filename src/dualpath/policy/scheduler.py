@@ -34,7 +34,8 @@ are recomputed (``policy.read_side``); len_r at the DE is its prompt and, at mos
 *Reads* are planned when a request is assigned, with the blocks that its engines were believed to
 cache when it was submitted.  Until its DE has granted the slots, these may have been evicted: then
 the reads are planned again, as if the request had no read and no computation on its account yet.
-Its engines stay, and hits that were to be recomputed are.
+Its engines stay, and hits that were to be recomputed are.  Third DEs are chosen then, not at the
+assignment: while a request waits for slots their reading queues would have what may never be read.
 
 *Requests without a PE* (``policy.read_side``, append at the DE).  That a DE computes the append is
 decided when both engines are known, and then the PE is released; or when a DE is, while all PEs are
@@ -63,6 +64,7 @@ from dualpath.policy.events import (
     PE_REASONS,
     UNLIMITED_TOKENS,
     Assignment,
+    Charge,
     Effects,
     EngineJoined,
     EngineLost,
@@ -125,7 +127,7 @@ class RequestScheduler:
             case EngineReport():
                 self._ledger.report(event)
             case Fetch():
-                return self._fetch(event.group)
+                return self._fetch(event)
             case Submitted():
                 return self._submit(event.request)
             case SlotsGranted():
@@ -138,7 +140,7 @@ class RequestScheduler:
                     self._end_prefill(live)
             case Finished():
                 if (live := self._live.get(event.request_id)) is not None:
-                    self._remove(live)
+                    self._finish(live, event.now_s)
             case EngineJoined():
                 self._join(event.spec)
             case EngineLost():
@@ -169,14 +171,16 @@ class RequestScheduler:
         ``rounds`` counts the rounds of fetches before this one.  Groups that nothing waits for are
         left out.  With ``engine_ids`` only the accounts of these engines have changed since all
         groups have fetched: then no other group can place a request that it could not place
-        before, and only their groups fetch.
+        before, and only their groups fetch, and those in which a request waits for its KV.
         """
         prefill, decode = (self._ledger.groups_of(role) for role in (Role.PREFILL, Role.DECODE))
         groups: Iterable[GroupState]
         if engine_ids is None:
             groups = fetch_order(prefill, decode, rounds % max(len(prefill), 1))
         else:
-            names = (self._ledger.engine(engine_id).spec.group for engine_id in engine_ids)
+            names = [self._ledger.engine(engine_id).spec.group for engine_id in engine_ids]
+            waits = self._placers[Role.DECODE].waits_for_kv
+            names += [group.name for group in decode if waits(group.name)]
             groups = [self._ledger.groups[name] for name in dict.fromkeys(names)]
         for group in groups:
             if self._placers[group.role].may_place(group.name):
@@ -305,11 +309,11 @@ class RequestScheduler:
                 f"which {wrong}; send it to another prefill engine"
             )
 
-    def _fetch(self, group: str) -> Effects:
-        state = self._ledger.groups.get(group)
+    def _fetch(self, fetch: Fetch) -> Effects:
+        state = self._ledger.groups.get(fetch.group)
         if state is None:
             return NO_EFFECTS
-        placed = self._placers[state.role].fetch(group)
+        placed = self._placers[state.role].fetch(fetch.group, fetch.now_s)
         for live in placed:
             self._on_engine[live.engines[state.role]][live.request_id] = None
             if state.role is Role.PREFILL:
@@ -336,7 +340,9 @@ class RequestScheduler:
             return None
         source = None
         if Role.PREFILL in live.engines:
-            source = self._sources.plan(live.request.hit_tokens, live.cached_tokens, live.engines)
+            source = self._sources.plan(
+                live.request.hit_tokens, live.cached_tokens, live.engines, use_thirds=False
+            )
         at_decode = live.cached_tokens.get(live.engines[Role.DECODE], 0)
         append = self._sources.append_at_decode(live.request, source, live.engines, at_decode)
         if append is not None:
@@ -408,16 +414,46 @@ class RequestScheduler:
         self._charge_computing(live, source)
         return live.assignment
 
+    def _thirds_change(self, assignment: Assignment, grant: SlotsGranted) -> bool:
+        """Whether third DEs may serve reads from now on, or do not serve what is planned."""
+        if assignment.thirds:
+            reads = any(third.read_tokens for third in assignment.thirds)
+            return not grant.use_thirds or (reads and not grant.third_reads)
+        may_serve = self._settings.third_engine_reads and grant.use_thirds and grant.third_reads
+        return bool(may_serve and any(not run.cached for run in assignment.reads))
+
+    def _charge_thirds(self, live: LiveRequest, source: HitSource) -> tuple[Charge, ...]:
+        """Charge third DEs what they read of a hit, and return it; 0 for what is in their DRAM."""
+        reads: dict[str, int] = {}
+        for run in source.runs:
+            if run.third:
+                tokens = 0 if run.cached else run.blocks.count * self._settings.block_tokens
+                reads[run.third] = reads.get(run.third, 0) + tokens
+        for engine_id, tokens in reads.items():
+            self._on_engine[engine_id][live.request_id] = None
+            if tokens:
+                self._ledger.charge_read(engine_id, live.request_id, tokens)
+                live.reading += (engine_id,)
+        return tuple(Charge(engine_id, 0, tokens) for engine_id, tokens in reads.items())
+
+    def _release_thirds(self, live: LiveRequest) -> None:
+        """Third DEs serve a request no longer."""
+        if live.assignment is not None:
+            for third in live.assignment.thirds:
+                self._on_engine.get(third.engine_id, {}).pop(live.request_id, None)
+
     def _slots_granted(self, grant: SlotsGranted) -> Effects:
         live = self._live.get(grant.request_id)
         if live is None or live.assignment is None or live.prefilled:
             return NO_EFFECTS
         cached = {Role.PREFILL: grant.prefill_blocks, Role.DECODE: grant.decode_blocks}
-        if all(cached[side] >= live.assignment.cached_end(side) for side in Role):
+        assignment = live.assignment
+        found = all(cached[side] >= assignment.cached_end(side) for side in Role)
+        if found and not self._thirds_change(assignment, grant):
             return NO_EFFECTS
         if live.assignment.prefill_engine is None:
             return Effects((self._read_at_decode(live, live.assignment, cached[Role.DECODE]),))
-        return Effects((self._replan(live, live.assignment, cached),))
+        return Effects((self._replan(live, live.assignment, cached, grant),))
 
     def _read_at_decode(self, live: LiveRequest, old: Assignment, cached_blocks: int) -> Assignment:
         """Let the DE of a request without a PE read what it has evicted of the stored hit."""
@@ -439,12 +475,19 @@ class RequestScheduler:
         return live.assignment
 
     def _replan(
-        self, live: LiveRequest, old: Assignment, cached_blocks: Mapping[Role, int]
+        self,
+        live: LiveRequest,
+        old: Assignment,
+        cached_blocks: Mapping[Role, int],
+        grant: SlotsGranted,
     ) -> Assignment:
         """Plan an assigned request's reads again; its engines cache ``cached_blocks`` of it."""
         for side in Role:
             read_tokens = old.at(side).read_tokens
             self._ledger.change(live.engines[side], old.request_id, 0, -read_tokens)
+        for third in old.thirds:
+            self._ledger.change_read(third.engine_id, old.request_id, -third.read_tokens)
+        self._release_thirds(live)
         self._set_computing(live, 0)
         hit_tokens = live.request.hit_tokens - old.recompute_tokens
         most_tokens, block_tokens = hit_tokens + old.unstored_tokens, self._settings.block_tokens
@@ -455,7 +498,14 @@ class RequestScheduler:
             engine: min(tokens_of(found[side], hit_tokens, block_tokens), most_tokens)
             for side, engine in live.engines.items()
         }
-        source = self._sources.plan(hit_tokens, cached_tokens, live.engines, slots)
+        for prefix in grant.others:
+            tokens = tokens_of(prefix.blocks, hit_tokens, block_tokens)
+            cached_tokens.setdefault(prefix.engine_id, min(tokens, hit_tokens))
+        source = self._sources.plan(
+            *(hit_tokens, cached_tokens, live.engines, slots),
+            use_thirds=grant.use_thirds,
+            third_reads=grant.third_reads,
+        )
         source = source.recomputing_more(old.recompute_tokens)
         more = more_weight(
             old.recompute_tokens, source.recompute_tokens, self._settings.computed_weight
@@ -474,7 +524,9 @@ class RequestScheduler:
         for side in Role:
             more_tokens = new.at(side).tokens - old.at(side).tokens
             self._ledger.change(live.engines[side], old.request_id, more_tokens, reads[side])
-        live.assignment, live.reading = new, new.engines
+        live.reading = new.engines
+        new = msgspec.structs.replace(new, thirds=self._charge_thirds(live, source))
+        live.assignment = new
         self._charge_computing(live, source)
         return new
 
@@ -483,7 +535,7 @@ class RequestScheduler:
         hit_tokens = live.request.hit_tokens + source.unstored_tokens - source.recompute_tokens
         tokens = dict.fromkeys(Role, 0)
         for run in source.runs:
-            if not run.cached:
+            if not run.cached and not run.third:
                 tokens[run.side] = run.tokens(self._settings.block_tokens, hit_tokens)
         return tokens
 
@@ -511,8 +563,16 @@ class RequestScheduler:
         if live.assignment is not None and not live.prefilled:
             live.prefilled = True
             self._set_computing(live, 0)
+            self._release_thirds(live)
             if live.assignment.prefill_engine is not None:
                 self._release(live, Role.PREFILL)
+
+    def _finish(self, live: LiveRequest, now_s: float) -> None:
+        """Remove a request that has ended, and take down how long it had its DE."""
+        if live.assignment is not None and live.decode_since_s is not None:
+            decode = self._ledger.engines[live.assignment.decode_engine]
+            decode.stayed(max(now_s - live.decode_since_s, 0.0))
+        self._remove(live)
 
     def _remove(self, live: LiveRequest) -> None:
         """Remove a request in whatever state, with everything on its account."""
@@ -524,6 +584,7 @@ class RequestScheduler:
             for placer in self._placers.values():
                 placer.discard(live.request_id)
         self._end_reads(live)
+        self._release_thirds(live)
         self._set_computing(live, 0)
         for role in live.engines:
             self._release(live, role)
@@ -598,9 +659,8 @@ class RequestScheduler:
             computed_weight=thresholds.computed_weight,
         )
         self._sources.settings = self._settings
-        placer = self._placers[Role.PREFILL]
-        if isinstance(placer, FifoPrefillPlacer):
-            alpha_tokens = effective_alpha_tokens(self._settings)
+        alpha_tokens = effective_alpha_tokens(self._settings)
+        for placer in self._placers.values():
             placer.set_thresholds(alpha_tokens, thresholds.beta_tokens)
 
 
@@ -635,5 +695,10 @@ def _placers(settings: SchedulerSettings, ledger: Ledger) -> dict[Role, Placer]:
     alpha_tokens = effective_alpha_tokens(settings)
     return {
         Role.PREFILL: FifoPrefillPlacer(ledger, alpha_tokens, settings.beta_tokens),
-        Role.DECODE: TwoPhaseDecodePlacer(ledger, settings.threshold_factor),
+        Role.DECODE: TwoPhaseDecodePlacer(
+            ledger,
+            settings.threshold_factor,
+            alpha_tokens,
+            split_reads=settings.mode is Mode.SPLIT,
+        ),
     }

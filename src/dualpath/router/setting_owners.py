@@ -11,7 +11,7 @@ SCHEDULERS_OWN = (
     *("release_wait_s", "first_leg_timeout_s", "second_leg_timeout_s"),
     "exclusive_engine_ids",
     *("read_deadline_s", "read_margin_s", "recompute_limit_s", "alpha_tokens", "beta_tokens"),
-    *("append_at_decode_tokens", "engine_groups", "handover"),
+    *("append_at_decode_tokens", "engine_groups", "handover", "third_engine_reads"),
     *("dram_tier", "prefetch_sessions", "retain_share"),
     *("rebalance", "rebalance_options", "role_switch_timeout_s"),
     *("front_ends", "units", "cluster_port"),

@@ -84,6 +84,15 @@ HandoverSetting = Annotated[
         "engines of several ranks, and those without receive_hbm_share, support buffer only"
     ),
 ]
+ThirdEngineReads = Annotated[
+    int,
+    Setting(
+        "so many decode engines that are not a request's may serve a part of its hit, from their "
+        "DRAM or through their storage NIC; engines support 0 only so far, the simulator any "
+        "number",
+        ge=0,
+    ),
+]
 DramTier = Annotated[
     bool,
     Setting(
@@ -126,6 +135,16 @@ def check_units(units: int, front_ends: int) -> None:
         raise ConfigError(
             f"{{units}} is {units} and {{front_ends}} is 0; set {{front_ends}} to the number of "
             "processes that serve clients, at least 1: they divide requests between the units"
+        )
+
+
+def check_third_engine_reads(most: int) -> None:
+    """Raise ``ConfigError`` for reads by third engines, which engines do not support."""
+    if most:
+        raise ConfigError(
+            f"{{third_engine_reads}} is {most}, which only `dualpath simulate` and `dualpath plan` "
+            "support so far; engines read for their own requests alone: leave {third_engine_reads} "
+            "out"
         )
 
 
@@ -215,6 +234,7 @@ class RouterSettings(Settings, frozen=True):
     append_at_decode_tokens: AppendAtDecode = 0
     engine_groups: EngineGroups = "role"
     handover: HandoverSetting = Handover.BUFFER
+    third_engine_reads: ThirdEngineReads = 0
     read_margin_s: Annotated[
         float,
         Setting(
@@ -425,6 +445,7 @@ class RouterSettings(Settings, frozen=True):
                     f"{{tenant_weights}} has {tenant}={weight:g}; a weight must be above 0, "
                     "correct it"
                 )
+        check_third_engine_reads(self.third_engine_reads)
         try:
             policy = msgspec.convert(self.rebalance_options, RebalanceSettings, strict=False)
         except msgspec.ValidationError as error:

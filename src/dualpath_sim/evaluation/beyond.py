@@ -255,8 +255,8 @@ dualpath_lab.benchmarks.peers.in_simulator docs/evaluation/peers/cells --handove
 | none: as measured | 27 of 38 | 1.77 | 0.88 |
 | `--handover hbm` | 31 of 38 | 1.39 | 0.78 |
 | `--recompute-limit-s 10` | 28 of 38 | 1.30 | 0.84 |
-| both | 31 of 38 | 1.05 | 0.74 |
-| `--recompute-limit-s 10 --append-at-decode-tokens 512` | 32 of 38 | 1.15 | 0.71 |
+| both | 32 of 38 | 1.04 | 0.74 |
+| `--recompute-limit-s 10 --append-at-decode-tokens 512` | 32 of 38 | 1.14 | 0.71 |
 | all three | 38 of 38 | 0.99 | 0.61 |
 
 *Rejected*: choosing the side on which the request would be prefilled earlier, the PE's own queue

@@ -232,6 +232,7 @@ def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
 
     A new rule's setting is a field of ``ClusterSettings``.  With window layers no DE computes an
     append or receives a prompt in HBM: blocks that have left a window could not be stored whole.
+    Nor does a third DE serve hits, whose runs would each have windows of their own.
     """
     cluster = setup.cluster
     names = [name for name in SchedulerSettings.__struct_fields__ if hasattr(cluster, name)]
@@ -242,7 +243,11 @@ def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
         "computed_weight": setup.model.computed_weight,
     }
     if setup.model.window_layers:
-        derived |= {"append_at_decode_tokens": 0, "handover": Handover.BUFFER}
+        derived |= {
+            "append_at_decode_tokens": 0,
+            "handover": Handover.BUFFER,
+            "third_engine_reads": 0,
+        }
     return SchedulerSettings(**{name: getattr(cluster, name) for name in names} | derived)
 
 

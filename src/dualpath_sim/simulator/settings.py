@@ -164,6 +164,15 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
             "assignment, or in HBM where it is free, else in the buffer"
         ),
     ] = Handover.BUFFER
+    third_engine_reads: Annotated[
+        int,
+        Setting(
+            "so many decode engines that are not a request's may serve a part of its hit, from "
+            "their DRAM or through their storage NIC; 0: none",
+            ge=0,
+            le=1 << 10,
+        ),
+    ] = 0
     rebalancing: RebalanceSettings | None = None
 
     def check(self) -> None:
@@ -188,6 +197,13 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
                 "{prefill_tp} and no {prefill_dp}; leave one out"
             )
 
+        if self.rebalancing and self.third_engine_reads:
+            raise ConfigError(
+                f"{{third_engine_reads}} is {self.third_engine_reads}, and nodes change their "
+                "role by {rebalancing}, which may not end while a node serves others' requests; "
+                "leave one out"
+            )
+
     @property
     def beyond_the_paper(self) -> list[str]:
         """The settings in use that only the reference core plays (``sim.run``)."""
@@ -197,6 +213,7 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
             "recompute_limit_s": self.recompute_limit_s > 0,
             "append_at_decode_tokens": self.append_at_decode_tokens > 0,
             "handover": self.handover is not Handover.BUFFER,
+            "third_engine_reads": self.third_engine_reads > 0,
             "rebalancing": self.rebalancing is not None,
         }
         return [name for name, is_used in used.items() if is_used]

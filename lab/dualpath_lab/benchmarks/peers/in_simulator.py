@@ -1,11 +1,14 @@
 """The recorded comparisons with other stacks, with DualPath simulated in other settings.
 
-    python -m dualpath_lab.benchmarks.peers.in_simulator FOLDER [--handover hbm] …
+    python -m dualpath_lab.benchmarks.peers.in_simulator RUNS [--handover hbm] …
 
-``FOLDER`` has the runs of ``matrix``, such as ``docs/evaluation/peers/cells``.  Flags are those of
-the cluster of ``dualpath simulate``.  A row is a regime on one processor: the JCT of the fastest
-other stack and of DualPath (``split``) as measured, of DualPath as simulated without and with the
-flags, and the ratio to the other stack: measured, and measured times the simulated change.
+``RUNS`` is a folder of the runs of ``matrix``, such as ``docs/evaluation/peers/cells``, or the file
+of one comparison, such as ``docs/evaluation/lab/dram-peers.json``.  Flags are those of the cluster
+of ``dualpath simulate``.  A row is a regime on one processor: the JCT of the fastest other stack
+and of DualPath (``split``) as measured, of DualPath as simulated without and with the flags, and
+the ratio to the other stack: measured, and measured times the simulated change.  Then, simulated
+with the flags, of the turns behind each agent's first: TTFT (median and 99th percentile), and what
+is read from storage.
 
 Costs of computation were fitted to the measured runs.  The simulator charges copies within an
 engine to its compute NIC, which the lab's do not use.
@@ -14,19 +17,28 @@ engine to its compute NIC, which the lab's do not use.
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.workload.columns.agent_table import AgentTable
-from dualpath_lab.benchmarks.peers.comparison import MIB, PeersSettings, Stack, session, stacks
+from dualpath_lab.benchmarks.peers.comparison import (
+    MIB,
+    PeersSettings,
+    Stack,
+    published,
+    session,
+    stacks,
+)
 from dualpath_lab.benchmarks.peers.matrix import Raw, read_regimes
 from dualpath_lab.models.random_models import KV_BYTES
+from dualpath_sim.simulator.result import SimulationResult
 from dualpath_sim.simulator.run import simulate
 from dualpath_sim.simulator.settings import (
     ClusterSettings,
@@ -46,23 +58,30 @@ COSTS = {"EPYC": (1 / 2500, 0.012, 0.008, 0.0015), "": (1 / 1400, 0.03, 0.015, 0
 def main(argv: Sequence[str]) -> int:
     """Print a row per comparison, then how many DualPath wins, the worst ratio and the mean."""
     parser = argparse.ArgumentParser(prog="in_simulator", description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("runs", type=Path)
     add_settings(parser, ClusterSettings)
     args = parser.parse_args(argv)
-    print("| regime | best other | measured | simulated | with flags | ratio | with flags |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| regime | best other | measured | simulated | with flags | ratio | with flags "
+        "| TTFT p50 | p99 | MB read |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     ratios = []
-    for regime, found in read_regimes(args.folder).items():
-        for raw in (one for one in found if one.runs):
-            other_s, own_s = measured_jct_s(stacks(raw.results))
-            defaults = cluster_of(raw)
-            plain = flag_settings(argparse.Namespace(), ClusterSettings, defaults=defaults)
-            changed = flag_settings(args, ClusterSettings, defaults=defaults)
-            before_s, after_s = (simulated_jct_s(raw, cluster) for cluster in (plain, changed))
-            ratios.append((own_s / other_s, own_s / other_s * after_s / before_s))
-            times = " | ".join(f"{s:.1f}" for s in (other_s, own_s, before_s, after_s))
-            name = f"{regime.name}, {'EPYC' if _processor(raw) else 'Xeon'}"
-            print(f"| {name} | {times} | {ratios[-1][0]:.2f} | {ratios[-1][1]:.2f} |", flush=True)
+    for name, raw in recorded(args.runs):
+        other_s, own_s = measured_jct_s(stacks(raw.results))
+        defaults = cluster_of(raw)
+        plain = flag_settings(argparse.Namespace(), ClusterSettings, defaults=defaults)
+        changed = flag_settings(args, ClusterSettings, defaults=defaults)
+        before, after = (simulated(raw, cluster) for cluster in (plain, changed))
+        ratios.append((own_s / other_s, own_s / other_s * after.jct_s / before.jct_s))
+        times = " | ".join(f"{s:.1f}" for s in (other_s, own_s, before.jct_s, after.jct_s))
+        p50_s, p99_s, read_mb = later_turns(after)
+        processor = "EPYC" if _processor(raw) else "Xeon"
+        print(
+            f"| {name}, {processor} | {times} | {ratios[-1][0]:.2f} | {ratios[-1][1]:.2f} "
+            f"| {p50_s:.2f} | {p99_s:.2f} | {read_mb:.0f} |",
+            flush=True,
+        )
     for title, column in zip(("measured", "with flags"), zip(*ratios, strict=True), strict=True):
         won, mean = sum(ratio <= 1 for ratio in column), math.fsum(map(math.log, column))
         print(
@@ -72,6 +91,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def recorded(runs: Path) -> Iterator[tuple[str, Raw]]:
+    """Yield the comparisons in a folder of regimes or in one file, each with its name."""
+    if runs.is_file():
+        yield runs.stem, published(msgspec.json.decode(runs.read_bytes())["data"])
+        return
+    for regime, found in read_regimes(runs).items():
+        yield from ((regime.name, raw) for raw in found if raw.runs)
+
+
 def measured_jct_s(found: Sequence[Stack]) -> tuple[float, float]:
     """Return the JCT of the fastest other stack and of DualPath."""
     own = next(stack for stack in found if stack.name == MEASURED)
@@ -79,8 +107,8 @@ def measured_jct_s(found: Sequence[Stack]) -> tuple[float, float]:
     return min(others), own.jct_s
 
 
-def simulated_jct_s(raw: Raw, cluster: ClusterSettings) -> float:
-    """Return the simulated JCT of a comparison's agents on a cluster."""
+def simulated(raw: Raw, cluster: ClusterSettings) -> SimulationResult:
+    """Simulate a comparison's agents on a cluster."""
     prefill_s, batch_s, step_s, request_s = COSTS[_processor(raw)]
     model = ModelCosts(
         name="lab",
@@ -92,7 +120,18 @@ def simulated_jct_s(raw: Raw, cluster: ClusterSettings) -> float:
         computed_weight=1.0,
     )
     setup = Setup(cluster=cluster, model=model, mode=Mode.SPLIT)
-    return simulate(setup, agents_of(raw.settings), core="reference").jct_s
+    return simulate(setup, agents_of(raw.settings), core="reference")
+
+
+def later_turns(result: SimulationResult) -> tuple[float, float, float]:
+    """Return of turns that are no agent's first: TTFT (p50 and p99, in s), and MB read.
+
+    Reads are those of all turns less the hits of the first, of which no node has any in DRAM.
+    """
+    first = result.agents.first_round[:-1]
+    p50_s, p99_s = np.percentile(np.delete(result.ttft_s(), first), (50, 99))
+    first_bytes = float(result.agents.hit_tokens[first].sum()) * KV_BYTES
+    return p50_s, p99_s, (float(result.links.snic_read_bytes.sum()) - first_bytes) / 1e6
 
 
 def cluster_of(raw: Raw) -> dict[str, Any]:

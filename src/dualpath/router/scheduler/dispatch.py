@@ -114,7 +114,7 @@ class Dispatch:
     """Owns the scheduler and its driver's state: engines, requests, recent decisions.
 
     ``log`` records all events.  ``on_scheduled`` gets, per round of fetches, the seconds it took
-    and the number of decisions.
+    and the number of decisions.  ``clock`` returns seconds from any origin.
     """
 
     def __init__(
@@ -124,12 +124,14 @@ class Dispatch:
         bytes_per_token: int,
         on_assigned: Callable[[Assignment], None],
         on_scheduled: Callable[[float, int], None],
+        clock: Callable[[], float],
         role_policy: LiveRolePolicy | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._log = log
         self._on_assigned = on_assigned
         self._on_scheduled = on_scheduled
+        self._clock = clock
         self._role_policy = role_policy
         self._engines: dict[str, EngineAssignments] = {}
         self._placements: dict[str, Placement] = {}
@@ -299,7 +301,7 @@ class Dispatch:
         """A request (or one attempt of it) has ended, successfully or not; idempotent."""
         for engine_id in _engines_of(self._assignment(request_id)):
             self._end_at(request_id, engine_id)
-        self._apply(Finished(request_id))
+        self._apply(Finished(request_id, self._clock()))
         self._placements.pop(request_id, None)
         if self._role_policy is not None:
             self._role_policy.over(request_id)
@@ -329,7 +331,7 @@ class Dispatch:
         for group in self._scheduler.fetching_groups(self._rounds, engine_ids):
             if not self._scheduler.waiting:
                 break
-            for assignment in self._apply(Fetch(group)).assignments:
+            for assignment in self._apply(Fetch(group, self._clock())).assignments:
                 self._assigned(assignment)
                 decisions += 1
         self._rounds += decisions > 0

@@ -502,6 +502,7 @@ class Scheduler:
             recompute_limit_s=min(self.settings.recompute_limit_s, self.settings.read_deadline_s),
             append_at_decode_tokens=self._append_at_decode_tokens(),
             handover=self._handover(),
+            third_engine_reads=self.settings.third_engine_reads,
         )
         if self.event_log is not None:
             self.event_log.begin(settings)
@@ -511,6 +512,7 @@ class Scheduler:
             self._bytes_per_token(),
             self._assigned,
             self.metrics.scheduled,
+            self.clock,
             self.role_policy,
         )
 

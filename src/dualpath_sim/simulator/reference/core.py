@@ -1,7 +1,10 @@
 """The reference core: the life of a round, stage by stage as in ``docs/simulator.md``."""
 
+import functools
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
@@ -23,6 +26,7 @@ from dualpath_sim.simulator.derived import (
     cluster_layout,
     layer_kinds,
     limits,
+    scheduler_settings,
 )
 from dualpath_sim.simulator.reference.driver import SchedulerDriver
 from dualpath_sim.simulator.reference.machine import EventQueue, Reservation, SimulatedMachine
@@ -45,6 +49,35 @@ from dualpath_sim.simulator.rules import (
 from dualpath_sim.simulator.settings import Setup
 
 
+class ThirdSource(NamedTuple):
+    """What a third DE serves of a hit: blocks from ``first`` on, the first ``cached`` in its DRAM.
+
+    It reads ``read_tokens`` from storage.
+    """
+
+    engine: int
+    first: int
+    blocks: int
+    cached: int
+    read_tokens: int
+
+
+def _third_sources(assignment: Assignment) -> list[ThirdSource]:
+    """Return what each third DE serves; its runs follow each other."""
+    sources = []
+    for third in assignment.thirds:
+        runs = [run for run in assignment.reads if run.third == third.engine_id]
+        blocks = sum(run.blocks.count for run in runs)
+        cached = sum(run.blocks.count for run in runs if run.cached)
+        assert runs[-1].blocks.end == runs[0].blocks.first + blocks, "its blocks have no gap"
+        sources.append(
+            ThirdSource(
+                int(third.engine_id), runs[0].blocks.first, blocks, cached, third.read_tokens
+            )
+        )
+    return sources
+
+
 class Flight:
     """A round from its assignment on; ``parts_left`` of its reads are not over yet.
 
@@ -53,13 +86,17 @@ class Flight:
     hits that it reads or caches, and these are copied into HBM until ``filled_ns``.  By side:
     ``cached_tokens`` are those that the scheduler expected in the side's buffer, ``read_tokens``
     those that the side reads, which are more where the buffer has evicted some.
+
+    The PE sends ``pe_blocks`` of the hit from ``pe_first`` on.  ``thirds`` serve some of them; its
+    own buffer has ``own_blocks`` from ``own_first`` on, whose cached ones may be before those of
+    the thirds (``gap``).
     """
 
     __slots__ = (
         *("_block_tokens", "_hit_tokens", "_kinds", "_prompt_tokens", "appends", "assignment"),
         "de",
         *("de_blocks", "cached_tokens", "parts_left", "pe", "pe_blocks", "pe_first", "read_tokens"),
-        *("filled_ns", "in_hbm", "slots"),
+        *("filled_ns", "gap", "in_hbm", "own_blocks", "own_first", "slots", "thirds"),
     )
 
     def __init__(
@@ -79,8 +116,13 @@ class Flight:
         self._kinds, self._block_tokens = kinds, block_tokens
         self.pe_first = self.pe_blocks = self.de_blocks = 0
         self.cached_tokens = dict.fromkeys(Role, 0)
+        self.thirds = _third_sources(assignment)
+        self.own_first = self.own_blocks = 0
         for run in assignment.reads:
-            if run.cached:
+            if run.side is Role.PREFILL and not run.third:
+                self.own_first = run.blocks.first if not self.own_blocks else self.own_first
+                self.own_blocks += run.blocks.count
+            if run.cached and not run.third:
                 self.cached_tokens[run.side] += run.tokens(block_tokens, hit_tokens)
             if run.side is Role.DECODE:
                 self.de_blocks += run.blocks.count
@@ -92,6 +134,7 @@ class Flight:
             Role.PREFILL: assignment.prefill_read_tokens,
             Role.DECODE: assignment.decode_read_tokens,
         }
+        self.gap = self.pe_blocks > self.own_blocks > 0 and self.own_first == self.pe_first
         self.parts_left = 0
         self.in_hbm = assignment.handover is Handover.HBM
         self.filled_ns = 0
@@ -110,17 +153,18 @@ class Flight:
 
     def _found_blocks(self, side: Role) -> int:
         """Return how many blocks a side's buffer had cached when granted; it reads the others."""
-        blocks = self.pe_blocks if side is Role.PREFILL else self.de_blocks
+        blocks = self.own_blocks if side is Role.PREFILL else self.de_blocks
         return blocks - holding_blocks(self.read_tokens[side], self._block_tokens)
 
     def read_bytes(self, side: Role) -> float:
         """Return the bytes that a side reads from storage."""
+        at_decode = side is Role.DECODE
         return read_bytes(
             self._kinds,
-            side is Role.DECODE,
+            at_decode,
             self._found_blocks(side),
             self.pe_first,
-            self.pe_blocks,
+            self.pe_blocks if at_decode else self.own_blocks,
             self._hit_blocks,
             self._block_tokens,
         )
@@ -165,11 +209,12 @@ class Flight:
 
     def whole_at_prefill(self) -> int:
         """Return how many blocks, from the first of the PE's run on, its buffer may cache."""
+        cached_blocks = holding_blocks(self.cached_tokens[Role.PREFILL], self._block_tokens)
         return whole_at_prefill(
             self._kinds,
             self._found_blocks(Role.PREFILL),
-            self.pe_first,
-            self.pe_blocks,
+            self.own_first,
+            cached_blocks if self.gap else self.own_blocks,
             self._hit_tokens,
             self._block_tokens,
         )
@@ -204,6 +249,7 @@ class ReferenceCore:
         self._block_tokens = cluster.block_tokens
         self._kinds = layer_kinds(setup)
         self._oracle = setup.mode is Mode.ORACLE
+        self._thirds_serve = scheduler_settings(setup, self._limits).third_engine_reads > 0
         self._resident = not setup.mode.layerwise
         self._layers = setup.model.layers
         self._overlap_passes = cluster.overlap_passes
@@ -314,12 +360,13 @@ class ReferenceCore:
 
     def _de_buffer_granted(self, r: int, flight: Flight, adopted_blocks: int) -> None:
         self._adopted(flight, Role.DECODE, adopted_blocks)
-        if any(flight.cached_tokens.values()):
+        if any(flight.cached_tokens.values()) or self._thirds_serve:
             flight = self._replanned(r, flight, adopted_blocks)
-        if flight.pe_blocks:
+        flight = self._thirds_reserved(r, flight, adopted_blocks)
+        if flight.own_blocks:
             cached_blocks = holding_blocks(flight.cached_tokens[Role.PREFILL], self._block_tokens)
             self._machine.buffer(flight.pe).reserve(
-                Reservation(self._agent_of[r], flight.pe_first, flight.pe_blocks, cached_blocks),
+                Reservation(self._agent_of[r], flight.own_first, flight.own_blocks, cached_blocks),
                 lambda adopted: self._pe_buffer_granted(r, flight, adopted),
             )
         else:
@@ -338,13 +385,56 @@ class ReferenceCore:
         self._tier_hit_tokens += found
         return expected - found
 
-    def _replanned(self, r: int, flight: Flight, at_decode: int) -> Flight:
+    def _thirds_reserved(self, r: int, flight: Flight, at_decode: int) -> Flight:
+        """Reserve slots of third DEs; return the flight, re-planned if some grant none.
+
+        Without reads by third DEs then, and if that is not enough without third DEs.
+        """
+        if not self._reserve_at_thirds(r, flight):
+            flight = self._replanned(r, flight, at_decode, third_reads=False)
+            if not self._reserve_at_thirds(r, flight):
+                return self._replanned(r, flight, at_decode, use_thirds=False)
+        for third in flight.thirds:
+            self._tier_hit_tokens += third.cached * self._block_tokens
+        return flight
+
+    def _reserve_at_thirds(self, r: int, flight: Flight) -> bool:
+        """Reserve slots of all third DEs, or of none if one has no room or has evicted blocks."""
+        agent = self._agent_of[r]
+        prompt_blocks = holding_blocks(self._prompt[r], self._block_tokens)
+        for position, third in enumerate(flight.thirds):
+            wanted = Reservation(agent, third.first, third.blocks, third.cached)
+            if not self._machine.buffer(third.engine).reserve_at_third(wanted, prompt_blocks):
+                self._release_thirds(agent, flight.thirds[:position])
+                return False
+        return True
+
+    def _release_thirds(self, agent: int, thirds: Sequence[ThirdSource]) -> None:
+        """Free slots of third DEs, which cache again what they had in DRAM, and no other block."""
+        for third in thirds:
+            buffer = self._machine.buffer(third.engine)
+            buffer.release(agent, third.first, third.blocks, third.cached)
+
+    def _replanned(
+        self,
+        r: int,
+        flight: Flight,
+        at_decode: int,
+        *,
+        third_reads: bool = True,
+        use_thirds: bool = True,
+    ) -> Flight:
         """Return a round's flight, re-planned if its engines cache less than was expected."""
         at_prefill = 0
         if not flight.appends:
             at_prefill = self._machine.buffer(flight.pe).cached.of(self._agent_of[r])
         cached_blocks = {Role.PREFILL: at_prefill, Role.DECODE: at_decode}
-        changed = self._driver.granted(flight.assignment, cached_blocks)
+        others = self._machine.cached_blocks(self._agent_of[r]) if self._thirds_serve else {}
+        changed = self._driver.granted(
+            *(flight.assignment, cached_blocks, others),
+            third_reads=third_reads,
+            use_thirds=use_thirds,
+        )
         if changed is flight.assignment:
             return flight
         self._hit[r] -= changed.recompute_tokens - flight.assignment.recompute_tokens
@@ -359,16 +449,19 @@ class ReferenceCore:
         now_ns = self._events.now_ns
         self._record.granted_ns[r] = now_ns
         sides = [side for side in Role if flight.read_tokens[side]]
-        flight.parts_left = len(sides)
-        if not sides:
+        reading = [third for third in flight.thirds if third.read_tokens]
+        flight.parts_left = len(sides) + len(reading)
+        if not flight.parts_left:
             self._loaded(r)
             return
-        stored_ns = self._stored_ns[self._agent_of[r]]
-        for side in sides:
-            if stored_ns > now_ns:
-                self._events.at(stored_ns, self._read, r, flight, side)
+        starts_ns = max(self._stored_ns[self._agent_of[r]], now_ns)
+        starts = [functools.partial(self._read, r, flight, side) for side in sides]
+        starts += [functools.partial(self._read_at_third, r, flight, third) for third in reading]
+        for start in starts:
+            if starts_ns > now_ns:
+                self._events.at(starts_ns, start)
             else:
-                self._read(r, flight, side)
+                start()
 
     def _read(self, r: int, flight: Flight, side: Role) -> None:
         engine, tokens = flight.engine(side), flight.read_tokens[side]
@@ -377,6 +470,13 @@ class ReferenceCore:
         self._machine.snic(engine).read(
             part_bytes,
             lambda: self._part_read(r, flight, engine, tokens),
+        )
+
+    def _read_at_third(self, r: int, flight: Flight, third: ThirdSource) -> None:
+        engine, part_bytes = third.engine, (third.blocks - third.cached) * self._limits.block_bytes
+        self._machine.charge_read(engine, Role.DECODE, part_bytes)
+        self._machine.snic(engine).read(
+            part_bytes, lambda: self._part_read(r, flight, engine, third.read_tokens)
         )
 
     def _part_read(self, r: int, flight: Flight, engine: int, tokens: int) -> None:
@@ -438,7 +538,15 @@ class ReferenceCore:
         pe, de = flight.pe, flight.de
         at_pe, at_de, reloaded = flight.load_bytes(chunk, resident=self._resident)
         reload_path = RELOAD_FROM_HBM_PATH if flight.in_hbm else RELOAD_PATH
+        # The links of a load from a third DE are those of a load from the DE, at the third.
+        at_thirds = [
+            charge(LOAD_DE_PATH, pe, third.engine, at_pe * third.blocks / flight.pe_blocks)
+            for third in flight.thirds
+        ]
+        if flight.thirds:
+            at_pe *= flight.own_blocks / flight.pe_blocks
         return max(
+            *at_thirds,
             charge(LOAD_PE_PATH, pe, de, at_pe),
             charge(LOAD_DE_PATH, pe, de, at_de),
             charge(reload_path, pe, de, reloaded),
@@ -615,11 +723,12 @@ class ReferenceCore:
         self._stored_ns[agent] = max(self._stored_ns[agent], stored_ns)
 
     def _release_prefill(self, r: int, flight: Flight) -> None:
-        if flight.pe_blocks:
-            agent = self._agent_of[r]
+        agent = self._agent_of[r]
+        self._release_thirds(agent, flight.thirds)
+        if flight.own_blocks:
             whole = flight.whole_at_prefill() if self._machine.has_dram_tier else 0
             buffer = self._machine.buffer(flight.pe)
-            buffer.release(agent, flight.pe_first, flight.pe_blocks, whole)
+            buffer.release(agent, flight.own_first, flight.own_blocks, whole)
 
     def _release_decode(self, r: int, flight: Flight) -> None:
         agent = self._agent_of[r]

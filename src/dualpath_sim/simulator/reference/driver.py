@@ -26,6 +26,7 @@ from dualpath.policy.scheduler import RequestScheduler, fetch_order
 from dualpath.workload.columns.agent_table import AgentTable
 from dualpath_sim.simulator.derived import ClusterLayout, Limits, engine_specs, scheduler_settings
 from dualpath_sim.simulator.reference.machine import EventQueue
+from dualpath_sim.simulator.result import NS_PER_S
 from dualpath_sim.simulator.rules import first_group, next_multiple_ns, to_ns
 from dualpath_sim.simulator.settings import Setup
 
@@ -156,12 +157,29 @@ class SchedulerDriver:
         self._waiting[round_index] = request
         self._expect_fetch(self._events.now_ns)
 
-    def granted(self, assignment: Assignment, cached_blocks: Mapping[Role, int]) -> Assignment:
-        """A DE has granted a round's slots; return its assignment, maybe re-planned."""
+    def granted(
+        self,
+        assignment: Assignment,
+        cached_blocks: Mapping[Role, int],
+        others: Mapping[int, int],
+        *,
+        third_reads: bool = True,
+        use_thirds: bool = True,
+    ) -> Assignment:
+        """A DE has granted a round's slots; return its assignment, maybe re-planned.
+
+        ``others`` are the blocks that any engine caches; for the flags see ``SlotsGranted``.
+        """
         grant = SlotsGranted(
             assignment.request_id,
             decode_blocks=cached_blocks[Role.DECODE],
             prefill_blocks=cached_blocks[Role.PREFILL],
+            others=tuple(
+                CachedPrefix(self._specs[engine].engine_id, blocks)
+                for engine, blocks in others.items()
+            ),
+            third_reads=third_reads,
+            use_thirds=use_thirds,
         )
         if not (replanned := self._scheduler.apply(grant).assignments):
             return assignment
@@ -170,6 +188,10 @@ class SchedulerDriver:
             before, after = assignment.at(role), changed.at(role)
             self._accounts[int(after.engine_id)].tokens += after.tokens - before.tokens
             self.read_more(int(after.engine_id), after.read_tokens - before.read_tokens)
+        for third in assignment.thirds:
+            self.part_read(int(third.engine_id), third.read_tokens)
+        for third in changed.thirds:
+            self.read_more(int(third.engine_id), third.read_tokens)
         return changed
 
     def read_more(self, engine: int, tokens: int) -> None:
@@ -202,7 +224,7 @@ class SchedulerDriver:
 
     def finished(self, round_index: int, assignment: Assignment) -> None:
         """A request is over; the DE has allocated HBM for it."""
-        self._scheduler.apply(Finished(str(round_index)))
+        self._scheduler.apply(Finished(str(round_index), self._events.now_ns / NS_PER_S))
         tokens = assignment.decode_tokens
         self._accounts[int(assignment.decode_engine)].over(tokens, tokens)
         if self.watch is not None:
@@ -264,7 +286,8 @@ class SchedulerDriver:
         self._fetch_due = False
         for group in self._in_turn():
             self._report(group)
-            for assignment in self._scheduler.apply(Fetch(group.name)).assignments:
+            fetch = Fetch(group.name, self._events.now_ns / NS_PER_S)
+            for assignment in self._scheduler.apply(fetch).assignments:
                 self._take(assignment)
         if self._scheduler.waiting:
             self._expect_fetch(self._events.now_ns + 1)
@@ -287,5 +310,7 @@ class SchedulerDriver:
             hbm_tokens = charge.tokens if side is Role.DECODE else 0
             account = self._accounts[int(charge.engine_id)]
             account.assigned(charge.tokens, hbm_tokens, charge.read_tokens)
+        for third in assignment.thirds:
+            self.read_more(int(third.engine_id), third.read_tokens)
         del self._waiting[int(assignment.request_id)]
         self._assigned(int(assignment.request_id), assignment)

@@ -299,6 +299,27 @@ class NodeBuffer:
             self.cached.use(reservation.agent)
         granted(0)
 
+    def reserve_at_third(self, reservation: Reservation, prompt_blocks: int) -> bool:
+        """Reserve room of a third DE; return False, and do nothing, if that is not possible.
+
+        It waits for nothing, overtakes no reservation that waits, evicts no block, leaves room for
+        a prompt of ``prompt_blocks`` of the DE's own, and finds all expected blocks cached.
+        """
+        cached = adopted_blocks(
+            self.cached.of(reservation.agent), reservation.first, reservation.cached
+        )
+        free = room_blocks(self._free_bytes, self._block_bytes)
+        evicts = reservation.blocks - cached > free - self.cached.total_blocks
+        crowds = free - reservation.blocks < prompt_blocks
+        if self._waiting or evicts or crowds or cached < reservation.cached:
+            return False
+        self._free_bytes -= reservation.blocks * self._block_bytes
+        self.cached.adopt(reservation)
+        if self._has_dram_tier:
+            self.cached.use(reservation.agent)
+            self._shrink()
+        return True
+
     def release(self, agent: int, first: int, blocks: int, whole: int) -> None:
         """Free ``blocks`` from block ``first`` on; the first ``whole`` of them can be cached."""
         self._free_bytes += blocks * self._block_bytes
