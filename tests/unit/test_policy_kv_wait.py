@@ -173,6 +173,29 @@ def test_a_group_in_which_a_request_waits_fetches_with_every_other_one() -> None
     assert list(scheduler.fetching_groups(0, ["p0"])) == ["D"]
 
 
+def test_a_request_that_has_waited_in_vain_goes_before_those_that_wait_behind_it() -> None:
+    """d1 has more HBM and is full; two requests wait for d0 behind "old", which waits no longer."""
+    scheduler = cluster()
+    scheduler.apply(EngineLost("d1"))
+    scheduler.apply(EngineJoined(EngineSpec("d1", Role.DECODE, "d1", "D", 2, 6000)))
+    with_full_d0(scheduler)
+    scheduler.apply(Submitted(Request("filler", 3000, 0, 1)))
+    assert fetch(scheduler, 3.0)["filler"].decode_engine == "d1"
+    submit(scheduler, "old", cached_at="d0")
+    assert fetch(scheduler, 3.0) == {}
+    submit(scheduler, "behind", cached_at="d0")
+    scheduler.apply(Submitted(Request("long", 1500, 1408, 1, (CachedPrefix("d0", 22),))))
+    assert fetch(scheduler, 20.0) == {}
+    scheduler.apply(Submitted(Request("last", 2000, 0, 1)))
+    assert set(fetch(scheduler, 20.5)) == {"last"}
+    assert fetch(scheduler, 21.0) == {}
+
+    for name in ("b0", "b1"):
+        scheduler.apply(Finished(name, 22.0))
+    made = fetch(scheduler, 22.0)
+    assert {name: one.decode_engine for name, one in made.items()} == {"old": "d0", "behind": "d0"}
+
+
 def test_all_requests_are_served_in_whatever_order_they_wait() -> None:
     """Three DEs, two PEs that one request overloads; engines come and go.  100 seeds."""
     waited = sum(served_requests(seed) for seed in range(100))

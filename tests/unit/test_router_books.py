@@ -1,5 +1,6 @@
 """The router's bookkeeping: what reports count, and when slots may be released."""
 
+import asyncio
 from collections import Counter
 
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 from dualpath.core import control
 from dualpath.core.cluster import HostProcess, Role, Writer
 from dualpath.core.modes import Mode
-from dualpath.core.request import Request
-from dualpath.policy.events import Charge, SchedulerSettings
+from dualpath.core.request import CachedPrefix, Request
+from dualpath.policy.events import Assignment, Charge, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.router.engines import EngineInfo
 from dualpath.router.scheduler.dispatch import Dispatch, EngineAssignments
@@ -220,3 +221,66 @@ async def test_groups_of_prefill_engines_fetch_in_turn():
         dispatch.prefill_done(request.request_id, chosen[-1])
         dispatch.ended(request.request_id)
     assert Counter(chosen) == {"p0": 10, "p1": 10}
+
+
+class ClusterOfThree:
+    """A dispatcher with p0, d0 and d1; decode engines hold two prompts of 1,000 tokens each.
+
+    A storage NIC reads 100 tokens/s.  Four requests have had their decode engines for 2 s; then d0
+    gets two requests and d1 one.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 1.0
+        settings = SchedulerSettings(Mode.DUALPATH, 300, 10**6, generated_reserve_tokens=0)
+        scheduler = RequestScheduler(settings)
+        clock = lambda: self.now_s  # noqa: E731
+        self.dispatch = Dispatch(scheduler, None, 1, lambda made: None, lambda s, n: None, clock)
+        for order, (name, role) in enumerate(
+            (("p0", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE))
+        ):
+            self.dispatch.joined(
+                EngineInfo(
+                    engine_id=name, epoch="1", role=role, node=name, group=role.value, api_url="",
+                    process=HostProcess(), order=order, hbm_tokens=2000, buffer_tokens=10**6,
+                )
+            )  # fmt: skip
+
+    def start(self, name: str, cached_at: str = "") -> asyncio.Task[Assignment]:
+        cached = (CachedPrefix(cached_at, 14),) if cached_at else ()
+        return asyncio.create_task(self.dispatch.place(Request(name, 1000, 896, 1, cached)))
+
+    async def fill(self) -> None:
+        for number in range(4):
+            await self.start(f"w{number}")
+        self.now_s = 3.0
+        for number in range(4):
+            self.dispatch.ended(f"w{number}")
+        for name, engine in (("b0", "d0"), ("b1", "d0"), ("b2", "d1")):
+            assert (await self.start(name, engine)).decode_engine == engine
+
+
+async def test_a_request_waits_for_the_decode_engine_that_caches_it_and_gets_it():
+    cluster = ClusterOfThree()
+    await cluster.fill()
+    waiting = cluster.start("kv", "d0")
+    await asyncio.sleep(0)
+    assert cluster.dispatch.waiting == 1
+    cluster.now_s = 4.0
+    cluster.dispatch.ended("b0")
+    placed = await waiting
+    assert (placed.decode_engine, placed.de_reason) == ("d0", "waited")
+
+
+async def test_a_report_ends_a_wait_that_has_lasted_as_long_as_the_read_is_worth():
+    """896 tokens take 8.96 s, which counts twice."""
+    cluster = ClusterOfThree()
+    await cluster.fill()
+    waiting = cluster.start("kv", "d0")
+    await asyncio.sleep(0)
+    cluster.now_s = 3.0 + 17.9
+    cluster.dispatch.report("p0", load(0, 0), received=0)
+    assert cluster.dispatch.waiting == 1
+    cluster.now_s = 3.0 + 18.0
+    cluster.dispatch.report("p0", load(0, 0), received=0)
+    assert (await waiting).decode_engine == "d1"

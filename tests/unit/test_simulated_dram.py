@@ -2,13 +2,19 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from dualpath.engine.io.read_queue import ReadQueue
+from dualpath.policy.decode import TwoPhaseDecodePlacer
+from dualpath.policy.placement import KvWait
 from dualpath.storage.node_dram import NodeDram
+from dualpath_lab.faults.simulation import run
 from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
+from dualpath_lab.faults.simulation.settings import ClusterSettings, drawn_settings
+from dualpath_lab.faults.simulation.world import World
 
 #: Two of five clusters have agents with tool calls, one of these also DRAM shared by engines.
 PAUSING, SHARING = range(4, 305, 5), range(2, 303, 5)
@@ -39,6 +45,31 @@ def test_agents_kv_is_prefetched_and_engines_share_blocks_that_one_has_read(
         assert not outcome.problems, "\n".join(outcome.story)
     assert seen["prefetched"] > 5
     assert seen["shared"] > 5
+
+
+def test_requests_wait_for_the_engine_that_caches_them_whatever_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """HBM for about one request, and storage so slow that a wait is better than a read."""
+    waits: list[KvWait] = []
+    drawn, worth_waiting = drawn_settings, TwoPhaseDecodePlacer._worth_waiting
+
+    def little_hbm(world: World, faults: int, deadline_s: float) -> ClusterSettings:
+        settings = drawn(world, faults, deadline_s)
+        router = msgspec.structs.replace(settings.router, alpha_tokens=4, dram_tier=True)
+        return msgspec.structs.replace(settings, decode=2, hbm_blocks=18, router=router)
+
+    def counted(self: TwoPhaseDecodePlacer, *args: object) -> KvWait | None:
+        wait = worth_waiting(self, *args)  # type: ignore[arg-type]
+        waits.extend([wait] if wait is not None else [])
+        return wait
+
+    monkeypatch.setattr(run, "drawn_settings", little_hbm)
+    monkeypatch.setattr(TwoPhaseDecodePlacer, "_worth_waiting", counted)
+    for seed in (8, 22, 32, 38, 56, 58, 59, 62):
+        outcome = run_seed(seed)
+        assert not outcome.problems, "\n".join(outcome.story)
+    assert len(waits) > 10
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ storage what its first engine has in DRAM.  So it waits for that engine
 It waits for one engine only, and its tokens count there as if it had been placed: no later request
 takes that HBM.  So whatever holds the HBM that it waits for is older, which the order of the
 scheduler relies on (``policy.scheduler``).  Later requests are placed on other engines meanwhile.
+A request that has waited and finds no room then waits first in line again: requests behind it in
+the queue stop waiting, so that their tokens do not count against it.
 Requests wait for no engine while α is unknown or the driver gives no times.
 """
 
@@ -235,9 +237,9 @@ class TwoPhaseDecodePlacer:
             self._drain_global_queue()
         state, placed = self._ledger.groups[group], []
         while True:
-            served, one_waits = self._serve_private_queue(state, now_s)
+            served, again = self._serve_private_queue(state, now_s)
             placed += served
-            if not one_waits:
+            if not again:
                 return placed
 
     def _drain_global_queue(self) -> None:
@@ -260,14 +262,17 @@ class TwoPhaseDecodePlacer:
     def _serve_private_queue(
         self, group: GroupState, now_s: float
     ) -> tuple[list[LiveRequest], bool]:
-        """Run phase 2 up to the first request that begins to wait; also return whether one does."""
+        """Run phase 2 up to the first request that begins to wait, or finds no room.
+
+        Also return whether to run it again: one began to wait, or others have stopped.
+        """
         taking, waiting = self._reserve(group, now_s)
         queue = self._queues.private(group.name)
         if waiting:
             queue = [live for live in queue if live.request_id not in waiting]
         lengths = upper_bound_set(taking.columns[FREE_HBM], (live.decode_tokens for live in queue))
         if not lengths:
-            return [], False
+            return [], self._stop_waiting_behind(group.name, next(iter(queue), None))
         bound = list(islice(queue, len(lengths)))
         tokens, free = taking.columns[TOK].copy(), taking.columns[FREE_HBM].copy()
         rows, why = assign_decode(
@@ -294,7 +299,20 @@ class TwoPhaseDecodePlacer:
             live.place(Role.DECODE, engine_id, DE_REASONS[DE_WAITED if waited else reason])
             live.decode_since_s = now_s
             placed.append(live)
-        return placed, False
+        left = next((live for live in queue if Role.DECODE not in live.engines), None)
+        return placed, self._stop_waiting_behind(group.name, left)
+
+    def _stop_waiting_behind(self, group: str, first: LiveRequest | None) -> bool:
+        """Let requests wait no longer that are behind one without room; whether there are any."""
+        waits = self._waits.get(group)
+        if first is None or not waits:
+            return False
+        queue = list(self._queues.private(group))
+        behind = [live for live in queue[queue.index(first) :] if live.request_id in waits]
+        for live in behind:
+            del waits[live.request_id]
+            live.wait = None
+        return bool(behind)
 
     def _reserve(self, group: GroupState, now_s: float) -> tuple[Taking, dict[str, LiveRequest]]:
         """Return a group's accounts with the requests that still wait as if placed, and these."""

@@ -255,9 +255,9 @@ dualpath_lab.benchmarks.peers.in_simulator docs/evaluation/peers/cells --handove
 | none: as measured | 27 of 38 | 1.77 | 0.88 |
 | `--handover hbm` | 31 of 38 | 1.39 | 0.78 |
 | `--recompute-limit-s 10` | 28 of 38 | 1.30 | 0.84 |
-| both | 32 of 38 | 1.04 | 0.74 |
+| both | 31 of 38 | 1.04 | 0.74 |
 | `--recompute-limit-s 10 --append-at-decode-tokens 512` | 32 of 38 | 1.14 | 0.71 |
-| all three | 38 of 38 | 0.99 | 0.61 |
+| all three | 38 of 38 | 0.99 | 0.60 |
 
 *Rejected*: choosing the side on which the request would be prefilled earlier, the PE's own queue
 and CNIC counted. It saved 0.1 % on average offline (-0.2 to +0.8 %), cost 0.8 % online, and in a
