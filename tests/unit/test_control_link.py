@@ -52,7 +52,7 @@ def frame(number: int, message: control.RouterMessage) -> bytes:
     return control.encode(control.Envelope(SESSION, number, 0, message))
 
 
-def test_an_answer_is_sent_at_once_and_without_a_wake_up_of_the_thread_itself() -> None:
+def test_an_answer_is_sent_before_the_other_work_of_the_thread() -> None:
     events: list[str] = []
     connection, over = Connection(events), threading.Event()
 
@@ -78,8 +78,8 @@ def test_an_answer_is_sent_at_once_and_without_a_wake_up_of_the_thread_itself() 
     connection.frames.put(frame(2, control.Ack()))
     assert over.wait(GUARD_S)
     begin = events.index("Lookup")
-    assert events[begin : begin + 3] == ["Lookup", "sent LookupDone", "tick"]
-    assert "woken" not in events
+    calls = [event for event in events[begin:] if event != "woken"]
+    assert calls[:3] == ["Lookup", "sent LookupDone", "tick"]
     link.close(control.Deregister(reason="test over"), TimeLimit(OS_THREADS, GUARD_S))
     assert events[-2:] == ["sent Deregister", "closed"]
 

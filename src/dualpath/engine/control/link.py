@@ -466,14 +466,14 @@ class ControlLink:
         else:
             self._outgoing.append(message)
         if isinstance(message, LookupDone | Synced):
-            self._wake()
+            self._connection.wake()
         else:
             self.changed()
 
     def changed(self) -> None:
         """The load has changed: report it soon."""
         self._session.load_changed = True
-        self._wake()
+        self._connection.wake()
 
     @property
     def unregistered(self) -> bool:
@@ -499,11 +499,6 @@ class ControlLink:
         self._connection.wake()
         if self._thread is not None:
             limit.join([self._thread])
-
-    def _wake(self) -> None:
-        """Let the link's thread send what is queued; it does so itself before it waits."""
-        if self._thread is None or not self._threads.is_current(self._thread):
-            self._connection.wake()
 
     def _run(self) -> None:
         try:
