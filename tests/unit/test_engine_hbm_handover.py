@@ -54,7 +54,15 @@ class Prompt:
 
     def reserve(self) -> Reserved:
         de = self.cluster.de
-        de.command(Assign(self.request_id, TOKENS, DE_HITS, (), TOKENS, NEW_TOKENS))
+        de.command(
+            Assign(
+                self.request_id,
+                TOKENS,
+                DE_HITS,
+                hbm_prompt_tokens=TOKENS,
+                hbm_new_tokens=NEW_TOKENS,
+            )
+        )
         self.reserved = de.answer(Reserved, self.request_id)
         run = HitRun(Role.DECODE, BlockRun(0, DE_HITS), self.reserved.slots)
         de.command(Read(self.request_id, run, tuple(self.keys[:DE_HITS]), GUARD_S))
@@ -194,7 +202,7 @@ def test_hbm_that_a_pe_may_still_write_is_not_reused_until_that_is_over(
     prompt.release(certain=False)
     assert free_blocks(cluster) == whole - BLOCKS - 2
     assert cluster.de.manager.in_doubt().quarantined == ("r",)
-    cluster.de.command(Assign("r", TOKENS, 0, (), TOKENS, 0))
+    cluster.de.command(Assign("r", TOKENS, 0, hbm_prompt_tokens=TOKENS, hbm_new_tokens=0))
     assert "has not left the engine" in cluster.de.answer(Failed, "r").reason
     prompt.prefill()  # Late bytes reach blocks of no other request.
     cluster.de.command(Release("r", "the PE is dead"))
@@ -240,7 +248,9 @@ def test_a_waiting_reservation_ends_with_its_release_and_the_next_one_is_granted
     whole = free_blocks(cluster)
     all_tokens = whole * GEOMETRY.block_tokens
     for request_id in ("first", "second", "third"):
-        cluster.de.command(Assign(request_id, TOKENS, 0, (), all_tokens - 1, 1))
+        cluster.de.command(
+            Assign(request_id, TOKENS, 0, hbm_prompt_tokens=all_tokens - 1, hbm_new_tokens=1)
+        )
     assert len(cluster.de.answer(Reserved, "first").hbm_blocks) == whole
     cluster.de.command(Release("second", "cancelled"))
     cluster.de.command(Release("first", "over"))
@@ -250,7 +260,7 @@ def test_a_waiting_reservation_ends_with_its_release_and_the_next_one_is_granted
 
 def test_a_prompt_that_hbm_can_never_hold_is_refused(cluster: ToyCluster) -> None:
     tokens = free_blocks(cluster) * GEOMETRY.block_tokens
-    cluster.de.command(Assign("r", TOKENS, 0, (), tokens, 1))
+    cluster.de.command(Assign("r", TOKENS, 0, hbm_prompt_tokens=tokens, hbm_new_tokens=1))
     assert f"{tokens + 1} tokens" in cluster.de.answer(Failed, "r").reason
     assert cluster.de.report().load.unfinished_requests == 0
 

@@ -22,7 +22,7 @@ from dualpath.engine.passes.generated import GeneratedBlock, GeneratedBlocks
 from dualpath.engine.passes.hbm_copy import BlockOut
 from dualpath.engine.ranks.group import ONE_RANK, RankBoard, RankWork
 from dualpath.engine.ranks.rank import Rank
-from dualpath.engine.threads import OS_THREADS, OsThreads, TimeLimit
+from dualpath.engine.threads import OS_THREADS, Health, OsThreads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.posix import LengthOnlyStorage
@@ -267,6 +267,16 @@ def test_ending_a_write_twice_has_no_effect() -> None:
     assert not pending.when_over(KEYS[0], lambda: over.put(2))
 
 
+class NobodyHolds:
+    """An engine whose HBM blocks all requests release at once."""
+
+    def hold(self, blocks: object) -> None:
+        """Do nothing."""
+
+    def unhold(self, blocks: object) -> None:
+        """Do nothing."""
+
+
 class HeldCopies:
     """Copies out of HBM that end when a test calls for it."""
 
@@ -290,8 +300,11 @@ def test_a_generated_block_is_pending_from_its_copy_on(engine: Engine, end: str)
         work=RankWork(RankBoard.alone(2)),
         copier=copies,
         counters=engine.counters,
+        health=Health(OS_THREADS),
     )
-    generated = GeneratedBlocks(cast(Rank, rank), staging, persister, lambda *block: False)
+    generated = GeneratedBlocks(
+        cast(Rank, rank), staging, persister, lambda *block: False, NobodyHolds()
+    )
     over = threading.Event()
     generated.persist([GeneratedBlock(0, KEYS[0])])
     waits = persister.pending.when_over(KEYS[0], over.set)

@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.rates import RateOrigin
+from dualpath.engine.ranks.group import ONE_RANK
 from dualpath.engine.settings import EngineSettings
 from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate
 from dualpath.vllm import parallel_ranks, profiling, quota_scheduler, worker_side
@@ -69,8 +71,7 @@ def timed(monkeypatch):
     worker = Worker(clock, stopwatch)
 
     def run(*limits):
-        limits = self_profile.PassLimits(*limits)
-        return self_profile.PassTimer(worker, stopwatch, limits).run()
+        return self_profile.PassTimer(worker, stopwatch, self_profile.PassLimits(*limits)).run()
 
     return SimpleNamespace(worker=worker, run=run)
 
@@ -197,9 +198,7 @@ def group_of(store, workers, blocks=(100, 60), wanted=(True, True), wait_s=GUARD
             return None, None
         limits = self_profile.PassLimits(BLOCK_TOKENS, agreed, 60, 10_000)
         stopwatch = self_profile.AttentionStopwatch(lambda: None)
-        timer = self_profile.PassTimer(
-            workers[rank], stopwatch, limits, self_profile.ONE_RANK, lock_step
-        )
+        timer = self_profile.PassTimer(workers[rank], stopwatch, limits, ONE_RANK, lock_step)
         return agreed, timer.run()
 
     with ThreadPoolExecutor(len(workers)) as ranks:
@@ -259,7 +258,7 @@ def test_a_rank_that_is_lost_during_the_passes_ends_the_others(lost):
         RankWorker(barrier, 1 - lost),
         self_profile.AttentionStopwatch(lambda: None),
         limits,
-        self_profile.ONE_RANK,
+        ONE_RANK,
         left,
     )
     with pytest.raises(ConfigError, match=r"within 0.01 s; see the logs .* or set profile to off"):
@@ -269,7 +268,7 @@ def test_a_rank_that_is_lost_during_the_passes_ends_the_others(lost):
 def test_a_rank_with_a_profile_file_takes_part_and_does_not_ask_for_passes(find, tmp_path):
     file = tmp_path / "costs.toml"
     file.write_text("prefill_tokens_per_s = 9.0\n[prefill]\npair_s = 0.5\n")
-    asked = []
+    asked: list[bool] = []
     settings = msgspec.structs.replace(SETTINGS, profile=str(file))
     profiling.find_costs(settings, vllm_config(size=2), NAMESPACE, asked.append, NOW_S)
     assert asked == [False]
@@ -316,7 +315,7 @@ def test_all_devices_of_all_ranks_compute_the_same_passes_or_none(engines, wante
     monkeypatch.setattr(parallel_ranks, "_get_default_store", lambda: store)
 
     def profile(engine, rank, group):
-        side = object.__new__(worker_side.WorkerSide)
+        side: Any = object.__new__(worker_side.WorkerSide)
         side._settings, side._place = SETTINGS, SimpleNamespace(group=group.of(rank))
         side._config = vllm_config(rank=engine, size=engines)
         side._num_blocks, side.geometry = 101 - engine, NAMESPACE.geometry

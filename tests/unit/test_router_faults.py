@@ -175,7 +175,9 @@ async def test_waiting_requests_go_elsewhere_when_their_engine_is_lost():
         assert made.calls.decodes == ["d1"]
 
 
-async def waits_behind_another(made: Cluster) -> tuple[asyncio.Task, asyncio.Task]:
+async def waits_behind_another(
+    made: Cluster,
+) -> tuple[asyncio.Task[list[int]], asyncio.Task[list[int]]]:
     """Return a request that decodes, and one that waits: the DE's HBM holds one of them."""
     made.calls.gates["decode"] = asyncio.Event()
     decodes = asyncio.create_task(made.run(job("decodes", PROMPT)))
@@ -387,10 +389,12 @@ async def test_a_pe_that_has_an_earlier_attempt_of_the_name_is_sent_the_assignme
         await p0.saw(control.Registered, lambda m: m.registration == 2)
         await made.run(job("first", OTHER_PROMPT))
         await made.run(job("a", PROMPT))
-        assert made.calls.transfers[-1].assignment is None
+        of_a = made.calls.transfers[-1]
+        assert of_a.assignment is None
         p0.send(control.Released("b"))
         await made.run(job("b", range(900, 918)))
-        assert made.calls.transfers[-1].assignment is not None
+        of_b = made.calls.transfers[-1]
+        assert of_b.assignment is not None
         await made.settled()
 
 
@@ -409,8 +413,10 @@ async def test_a_call_that_comes_after_its_attempt_has_ended_is_refused():
         release = await p0.saw(request_messages.Release)
         assert release.assignment == late.assignment.number
         gate.set()
+        prefill = made.service.registry.live("p0")
+        assert prefill is not None
         with pytest.raises(TransportError, match="has ended the session"):
-            await made.calls.prefill(made.service.registry.live("p0"), job("a", PROMPT), late)
+            await made.calls.prefill(prefill, job("a", PROMPT), late)
         await made.settled()
 
 
