@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import cast
 
 import msgspec
 import pytest
@@ -24,7 +25,13 @@ from dualpath.core.control import (
 from dualpath.core.runs import BlockRun
 from dualpath.core.sessions import RESEND_AFTER_S
 from dualpath.core.transfers import DecodeTransfer
-from dualpath.engine.control.link import REPORT_GAP_S, RouterSession, has_events
+from dualpath.engine.control.link import (
+    REPORT_GAP_S,
+    ControlLink,
+    RouterConnection,
+    RouterSession,
+    has_events,
+)
 from dualpath.router.scheduler.releases import OVER_WAIT_S
 
 TOKENS, BLOCKS = 22, 6
@@ -76,6 +83,32 @@ def test_changes_of_the_load_are_gathered_for_a_while() -> None:
     assert len(reporter.session.due(1.0 + REPORT_GAP_S)) == 1
 
 
+class Disconnected:
+    """A router connection over which nothing is sent."""
+
+    router = "tcp://nowhere:1"
+
+    def wake(self) -> None:
+        pass
+
+
+def test_events_of_a_former_session_are_not_reported_in_the_next() -> None:
+    link = ControlLink(
+        cast(RouterConnection, Disconnected()),
+        lambda number: None,
+        lambda: Report(1, LOAD),
+        lambda message: None,
+        lambda reason: None,
+        lambda now_ns: None,
+        lambda reason: None,
+    )
+    link.send(KvInHbm("a", 0.1))
+    assert link._report_events().events == (KvInHbm("a", 0.1),)
+    link.send(KvInHbm("b", 0.1))
+    link._take(Registered(2))
+    assert link._report_events().events == ()
+
+
 # ------------------------------------------------------------------------------------------ engines
 
 
@@ -122,6 +155,15 @@ def test_an_end_before_the_copy_is_reported_with_the_copy(toys: ToyCluster) -> N
     assert toys.de.answer(RequestOver, "r") == RequestOver("r")
     assert toys.de.manager.persister.drain(9.0)
     assert toys.de.report().load.free_buffer_tokens == toys.de.manager.buffer_tokens
+
+
+def test_a_copy_that_ends_after_the_session_is_not_reported(toys: ToyCluster) -> None:
+    transfer = decoding(toys, copied=False)
+    toys.de.manager.buffer.pin(transfer.slots)
+    toys.de.manager.end_session("the router is lost")
+    toys.de.manager._prompts._kv_in_hbm("r", 0.1)
+    toys.de.manager.buffer.unpin(transfer.slots)
+    assert toys.de.answers(KvInHbm) == []
 
 
 def test_a_request_that_was_aborted_before_its_copy_waits_for_its_release(toys: ToyCluster) -> None:

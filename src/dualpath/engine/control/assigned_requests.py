@@ -606,6 +606,8 @@ class ServedPrompts:
             load.done(_released(request_id))
 
     def _kv_in_hbm(self, request_id: str, h2d_s: float) -> None:
+        if not self._active.is_known(request_id):
+            return  # It was released, or its session is over: its name may mean another one.
         is_over = self._active.kv_in_hbm(request_id)
         self._send(KvInHbm(request_id=request_id, h2d_s=h2d_s))
         if is_over:

@@ -439,9 +439,10 @@ class ControlLink:
         self._connection = connection
         self._threads = threads
         self._report = report
+        self._handle = handle
         self._end = end
         self._session: RouterSession[EngineMessage, RouterMessage] = RouterSession(
-            register, self._report_events, handle, self._end_session, has_events
+            register, self._report_events, self._take, self._end_session, has_events
         )
         self._events: deque[KvInHbm | RequestOver] = deque()
         self._tick = tick
@@ -530,6 +531,12 @@ class ControlLink:
             events.append(self._events.popleft())
         self._session.load_changed = bool(self._events)
         return msgspec.structs.replace(report, events=tuple(events))
+
+    def _take(self, message: RouterMessage) -> None:
+        if isinstance(message, Registered):
+            # Those of a former session: the next router may use the names of its requests again.
+            self._events.clear()
+        self._handle(message)
 
     def _end_session(self, reason: str) -> None:
         self._events.clear()
