@@ -31,7 +31,7 @@ FILES = {
     "sealed": ["sealed"],
     "roles": ["roles"],
     "quota-error": ["quota-error"],
-    "attention-balance": ["attention-balance"],
+    "attention-balance": ["attention-balance", "attention-balance-vllm"],
 }
 #: Pages in the present format: small samples, and a published one.
 PAGES = [*sorted(RECORDED.glob("*.json")), PUBLISHED / "one-machine.json"]
