@@ -4,7 +4,6 @@ import pytest
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import Load
-from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Handover, Mode
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
@@ -19,7 +18,6 @@ from dualpath.policy.events import (
     Submitted,
 )
 from dualpath.policy.scheduler import RequestScheduler
-from dualpath.router.settings import RouterSettings
 
 HBM_TOKENS = 10_000
 HIT_BLOCKS, HIT_TOKENS = 30, 30 * 64
@@ -145,9 +143,3 @@ def test_in_the_buffer_the_decode_engine_has_slots_for_all_that_it_is_given_to_r
     queue_reads(scheduler, "p0", 50_000)
     (again,) = scheduler.apply(SlotsGranted("r", 5, 0)).assignments
     assert again.blocks_at(Role.DECODE) == HIT_BLOCKS
-
-
-@pytest.mark.parametrize("handover", [Handover.HBM, Handover.AUTO])
-def test_a_router_refuses_what_its_engines_do_not_support(handover: Handover) -> None:
-    with pytest.raises(ConfigError, match=f"handover.* is {handover}, which only .*simulate"):
-        RouterSettings(handover=handover)

@@ -78,8 +78,10 @@ async def both_of_two(
 async def nothing_is_left(made: Cluster) -> None:
     async with asyncio.timeout(LIMIT_S):
         await made.settled()
-    assert made.service.scheduler.releases.held == 0
-    assert made.service.scheduler.dispatch.idle()
+        # The ends of requests come over links that may be slow.
+        scheduler = made.service.scheduler
+        while scheduler.releases.held or not scheduler.dispatch.idle():
+            await asyncio.sleep(0.001)
 
 
 async def test_front_ends_share_the_engines_and_what_is_stored() -> None:
