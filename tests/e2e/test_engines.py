@@ -62,12 +62,12 @@ def engines(
         yield cluster
 
 
-def at_prefill(rule, turn, *hit):
-    return choose_reads(PE_READS, turn, *hit)
+def at_prefill(rule, turn, *hit, **thirds):
+    return choose_reads(PE_READS, turn, *hit, **thirds)
 
 
-def at_decode(rule, turn, *hit):
-    return choose_reads(SIDES_IN_TURN, DE_SIDE, *hit)
+def at_decode(rule, turn, *hit, **thirds):
+    return choose_reads(SIDES_IN_TURN, DE_SIDE, *hit, **thirds)
 
 
 #: Of a decode engine that receives prompts in HBM; a prompt fits it, and what is left.

@@ -70,4 +70,6 @@ def test_units_divide_the_engines_and_the_loss_of_a_scheduler_stops_no_request(
         for _ in range(4):
             assert complete(cluster.endpoint, PROMPT, 20).token_ids == first.token_ids
         until(lambda: len(schedulers(cluster)) == 2 and serve(2), "the next scheduler")
-        assert (engines_of(one), engines_of(other)) == ({"pe-0", "de-0"}, {"pe-1", "de-1"})
+        # The engines register with it one after the other.
+        until(lambda: engines_of(one) == {"pe-0", "de-0"}, "the engines of the next scheduler")
+        assert engines_of(other) == {"pe-1", "de-1"}

@@ -25,7 +25,7 @@ LEASED = seeds_of(LeaderElection.ETCD, LeaderElection.KUBERNETES)
 #: When the leader is dead, and when the standby serves, which has not died meanwhile.
 _PAUSE = re.compile(
     r"(router#\d+) +serves[^§]*?([\d.]+)  \1 +is dead"
-    r"(?:(?!router#\d+ +is dead)[^§])*?([\d.]+)  router#\d+ +serves"
+    r"(?:(?!router#\d+ +is dead)[^§])*?([\d.]+)  (router#\d+) +serves"
 )
 
 
@@ -53,9 +53,17 @@ def count(logs: list[list[str]], *patterns: str) -> int:
 
 
 def pauses_of(logs: list[list[str]]) -> list[float]:
-    """Return the seconds without a serving router between the end of one and the next."""
-    ends = (_PAUSE.search("\n".join(lines)) for lines in logs)
-    return [float(end[3]) - float(end[2]) for end in ends if end is not None]
+    """Return the seconds without a serving router between the end of one and the next.
+
+    Only where the next one stood by at the end.
+    """
+    found = []
+    for story in map("\n".join, logs):
+        if (end := _PAUSE.search(story)) is not None:
+            starts = re.search(rf"([\d.]+)  {end[4]} +starts", story)
+            if starts is not None and float(starts[1]) < float(end[2]):
+                found.append(float(end[3]) - float(end[2]))
+    return found
 
 
 def test_with_a_lock_the_standby_serves_at_once() -> None:
