@@ -210,6 +210,7 @@ def test_engines_that_have_slept_find_what_they_had_stored(
     engines: EngineCluster, truth: list[list[int]]
 ) -> None:
     _, after = truth
+    updated(engines, models()[1], label="step-4")
     first = engines.ask(PROMPT, GENERATED, "sleeps")
     assert (first.token_ids, first.cached_tokens) == (after, 0)
     engines.wait_stored([*PROMPT, *after[:-1]], "sleeps")
