@@ -16,8 +16,13 @@ import msgspec
 HISTORIES = frozenset(
     {"RouterService.records", "LinkedFrontEnd.records", "Dispatch.recent", "Dashboard._ended"}
 )
-#: Tables of slots with writers that are not proven dead, bounded by the buffer.
-QUARANTINES = frozenset({"SlotPool._quarantine", "Releases._slots"})
+#: Tables of slots and of reserved HBM with writers that are not proven dead, bounded by both.
+QUARANTINES = frozenset(
+    {
+        *("SlotPool._quarantine", "Releases._slots"),
+        *("HbmReservations._reserved", "EmulatedHbm._reserved"),
+    }
+)
 _SYSTEM = ("dualpath.", "dualpath_lab.emulated")
 
 
