@@ -32,6 +32,7 @@ from dualpath.launch.ports import claim_port
 from dualpath.launch.process import Supervisor
 from dualpath.launch.settings import LocalClusterSettings
 from dualpath.policy.events import Assignment
+from dualpath.router.scheduler.registry import EngineState
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_file import HEADER_BYTES, decode_header
@@ -189,8 +190,20 @@ class EngineCluster:
         )
 
     def wait_idle(self) -> None:
-        """Wait until every engine has freed all buffers and HBM."""
+        """Wait until every engine has freed all buffers and HBM, and has reported its counters."""
         until(self.idle, "engines idle with free buffers")
+        # A report that comes soon after another one has no counters: those of before stay.
+        former = {s.info.engine_id: s.report and s.report.counters for s in self._alive()}
+        until(
+            lambda: all(
+                s.report is not None and s.report.counters is not former.get(s.info.engine_id)
+                for s in self._alive()
+            ),
+            "counters of idle engines",
+        )
+
+    def _alive(self) -> list[EngineState]:
+        return [state for state in self.service.registry.all() if state.alive]
 
     def assignments(self) -> list[Assignment]:
         """Decisions since ``forget_assignments``."""
