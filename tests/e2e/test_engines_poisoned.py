@@ -19,7 +19,7 @@ GENERATE = 12
 #: Each turn is computed in chunks, as the quota cuts prompts after 256 tokens.
 AGENT = [
     Round([3 + (index * index) % 487 for index in range(700)], GENERATE),
-    Round([5 + (11 * index) % 480 for index in range(300)], GENERATE),
+    Round([5 + (11 * index) % 480 for index in range(640)], GENERATE),
 ]
 POISONED = ("--worker-extension-cls", "tests.e2e.poisoned_worker.PoisonedHbm")
 CARELESS = ("--worker-extension-cls", "tests.e2e.unwaited_worker.UnwaitedHbm")
