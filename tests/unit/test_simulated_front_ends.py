@@ -1,10 +1,8 @@
 """Simulated front ends of a scheduler, and engines that change their role."""
 
-import re
-
 import pytest
+from tests.fault_stories import count, of, stories
 
-from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, FaultKind
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
 from dualpath_lab.faults.simulation.settings import units_of_seed
@@ -19,26 +17,6 @@ MORE_FRONT_ENDS = [seed for seed in range(640) if seed % 8 in (1, 3)]
 ROLES = range(3, 213, 7)
 #: For bugs that one in some twenty seeds finds; which seed does changes with the code.
 MORE_ROLES = range(3, 1403, 7)
-
-
-def of(*names: str) -> list[FaultKind]:
-    """Return these kinds of faults."""
-    return [kind for kind in FAULT_KINDS if kind.name in names]
-
-
-def stories(seeds: range | list[int], *names: str) -> list[str]:
-    """Return the log lines of runs with these faults, none of which has a problem."""
-    lines: list[str] = []
-    for seed in seeds:
-        outcome = run_seed(seed, story=True, kinds=of(*names))
-        assert not outcome.problems, "\n".join(outcome.story)
-        lines += outcome.story
-    return lines
-
-
-def count(lines: list[str], pattern: str) -> int:
-    """Return the number of matching lines."""
-    return sum(re.search(pattern, line) is not None for line in lines)
 
 
 def test_a_killed_front_end_ends_only_its_own_streams_and_a_stopped_one_none() -> None:

@@ -4,8 +4,9 @@ import re
 from collections.abc import Sequence
 
 import pytest
+from tests.fault_stories import of
 
-from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, LEASE_FAULT_KINDS, FaultKind
+from dualpath_lab.faults.simulation.adversary import LEASE_FAULT_KINDS
 from dualpath_lab.faults.simulation.leadership import LeaderElection
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
@@ -27,13 +28,6 @@ _PAUSE = re.compile(
     r"(router#\d+) +serves[^§]*?([\d.]+)  \1 +is dead"
     r"(?:(?!router#\d+ +is dead)[^§])*?([\d.]+)  (router#\d+) +serves"
 )
-
-
-def of(*names: str) -> list[FaultKind]:
-    """Return these kinds of faults."""
-    kinds = [kind for kind in (*FAULT_KINDS, *LEASE_FAULT_KINDS) if kind.name in names]
-    assert len(kinds) == len(names)
-    return kinds
 
 
 def stories(*names: str, seeds: Sequence[int] = LEASED) -> list[list[str]]:

@@ -3,9 +3,9 @@
 import re
 
 import pytest
+from tests.fault_stories import of
 
 from dualpath.core.cluster import HostProcess
-from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, FaultKind
 from dualpath_lab.faults.simulation.cluster_resources import ClusterResources
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.ranks import RankPipe
@@ -15,11 +15,6 @@ from dualpath_lab.faults.simulation.world import Process, World
 
 #: Every fourth cluster has engines of two ranks.
 SEEDS = range(2, 122, 4)
-
-
-def of(*names: str) -> list[FaultKind]:
-    """Return these kinds of faults."""
-    return [kind for kind in FAULT_KINDS if kind.name in names]
 
 
 def matching(outcome: Outcome, pattern: str) -> list[str]:

@@ -1,10 +1,8 @@
 """Simulated proxies of others, which send the legs of requests to engines."""
 
-import re
-
 import pytest
+from tests.fault_stories import count, of, stories
 
-from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, FaultKind
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
 from dualpath_lab.faults.simulation.settings import has_proxies
@@ -13,26 +11,6 @@ from dualpath_lab.faults.simulation.settings import has_proxies
 PROXIES = [seed for seed in range(110) if has_proxies(seed)]
 #: For bugs: which seeds find one changes with the code.
 MORE_PROXIES = [seed for seed in range(1500) if has_proxies(seed)]
-
-
-def of(*names: str) -> list[FaultKind]:
-    """Return these kinds of faults."""
-    return [kind for kind in FAULT_KINDS if kind.name in names]
-
-
-def stories(seeds: list[int], *names: str) -> list[str]:
-    """Return the log lines of runs with these faults, none of which has a problem."""
-    lines: list[str] = []
-    for seed in seeds:
-        outcome = run_seed(seed, story=True, kinds=of(*names))
-        assert not outcome.problems, "\n".join(outcome.story)
-        lines += outcome.story
-    return lines
-
-
-def count(lines: list[str], pattern: str) -> int:
-    """Return the number of matching lines."""
-    return sum(re.search(pattern, line) is not None for line in lines)
 
 
 def test_a_fifth_of_all_clusters_has_proxies_of_others() -> None:

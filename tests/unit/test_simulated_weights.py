@@ -3,19 +3,15 @@
 from collections import Counter
 
 import pytest
+from tests.fault_stories import of
 
 from dualpath.router.scheduler.registry import Registry
-from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, FaultKind
 from dualpath_lab.faults.simulation.engine import SimEngine
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
 from dualpath_lab.faults.simulation.settings import has_trainer
 
 TRAINED = [seed for seed in range(160) if has_trainer(seed)]
-
-
-def of(*names: str) -> list[FaultKind]:
-    return [kind for kind in FAULT_KINDS if kind.name in names]
 
 
 def test_all_requests_are_answered_while_weights_change(monkeypatch: pytest.MonkeyPatch) -> None:
