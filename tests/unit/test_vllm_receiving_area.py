@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BufferTooSmallError
 from dualpath.core.transfers import DecodeTransfer, to_transfer_params
-from dualpath.vllm.metadata import Exchange, HeldBlocks, HeldBlocksMetadata
+from dualpath.vllm.metadata import BlockExchange, HeldBlocks, HeldBlocksMetadata
 from dualpath.vllm.receiving_area import ReceivingArea, receiving_blocks
 from dualpath.vllm.scheduler_side import SchedulerSide
 
@@ -101,7 +101,7 @@ def test_a_loaded_prompt_and_the_blocks_of_its_request_change_places(aborted: bo
     if aborted:  # vLLM frees the blocks of a request only once its load is over.
         engine.side.finished(request)
     reserved = tuple(AREA)[2 : 2 + PROMPT_BLOCKS]
-    engine.side.update_held_blocks(HeldBlocksMetadata([], [], [Exchange("r", 0, reserved)]))
+    engine.side.update_held_blocks(HeldBlocksMetadata([], [], [BlockExchange("r", 0, reserved)]))
     assert engine.table(request) == [*reserved, *own[PROMPT_BLOCKS:]]
     assert engine.side.needs_step
     assert engine.step().received == own[:PROMPT_BLOCKS]
@@ -118,7 +118,7 @@ def test_a_load_that_failed_changes_no_block() -> None:
     request, free = engine.request(), engine.free
     engine.wait(request)
     own = engine.table(request)
-    engine.side.update_held_blocks(HeldBlocksMetadata([], [], [Exchange("r")]))
+    engine.side.update_held_blocks(HeldBlocksMetadata([], [], [BlockExchange("r")]))
     assert engine.table(request) == own
     engine.blocks.free(request)
     assert engine.free == free

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class BlockExchange:
     """The load of a request's prompt is over: its blocks from ``first`` on become ``blocks``.
 
     Those are of the engine's receiving area (``vllm.receiving_area``).  ``blocks`` is empty if the
@@ -51,7 +51,7 @@ class HeldBlocksMetadata(KVConnectorWorkerMetadata):
 
     held: list[int]
     released: list[int]
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[BlockExchange] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HeldBlocksMetadata":
         """Add the blocks that another worker reports."""
@@ -70,9 +70,9 @@ class HeldBlocks:
         self._lock = threading.Lock()
         self._held: list[int] = []
         self._released: list[int] = []
-        self._exchanges: list[Exchange] = []
+        self._exchanges: list[BlockExchange] = []
 
-    def exchange(self, exchange: Exchange) -> None:
+    def exchange(self, exchange: BlockExchange) -> None:
         """Exchange a request's blocks; called before its load is reported as over."""
         with self._lock:
             self._exchanges.append(exchange)

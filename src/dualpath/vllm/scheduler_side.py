@@ -39,8 +39,8 @@ from dualpath.plan.counts import new_full_blocks
 from dualpath.plan.steps import chunk_of
 from dualpath.vllm.cache_layers import CacheGroups
 from dualpath.vllm.metadata import (
+    BlockExchange,
     DecodeWork,
-    Exchange,
     HeldBlocksMetadata,
     StepMetadata,
     apply,
@@ -134,7 +134,7 @@ class SchedulerSide:
         for exchange in changes.exchanges:
             self._exchange(exchange, self._pool)
 
-    def _exchange(self, exchange: Exchange, pool: "BlockPool") -> None:
+    def _exchange(self, exchange: BlockExchange, pool: "BlockPool") -> None:
         """Put blocks with a prompt's KV into the table of its request, and others into the area.
 
         The request still waits for its load, aborted or not, so that vLLM has freed no block of it.

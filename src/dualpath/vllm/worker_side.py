@@ -45,8 +45,8 @@ from dualpath.vllm.drain_on_sigterm import ApiServer, on_drain_signal
 from dualpath.vllm.kernel_patches import enable_amx_tiles, patch_cpu_lora_kernels
 from dualpath.vllm.kv_events import ConnectorEvents, connector_events
 from dualpath.vllm.metadata import (
+    BlockExchange,
     DecodeWork,
-    Exchange,
     HeldBlocks,
     HeldBlocksMetadata,
     StepMetadata,
@@ -380,7 +380,7 @@ class WorkerSide:
         assert not step.prefills, "a prefill engine that has left computes nothing"
         for work in step.decodes:
             if work.decode_transfer.in_hbm:
-                self._held.exchange(Exchange(work.vllm_request_id))
+                self._held.exchange(BlockExchange(work.vllm_request_id))
             if work.waits:
                 self._copied.put((work.vllm_request_id, "the engine has left the cluster"))
 
@@ -425,7 +425,7 @@ class WorkerSide:
                 assert self._area is not None, "its blocks are in the area"
                 taken = self._area.take(transfer.request_id, first, end if work.waits else first)
             # Before the load is reported as over: vLLM then uses the request's table.
-            self._held.exchange(Exchange(work.vllm_request_id, first, taken))
+            self._held.exchange(BlockExchange(work.vllm_request_id, first, taken))
             if work.waits:
                 self._copied.put((work.vllm_request_id, error))
 

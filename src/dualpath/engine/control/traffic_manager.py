@@ -79,7 +79,7 @@ log = logging.getLogger(__name__)
 _NS_PER_S = 1_000_000_000
 
 
-class _GrantRead:
+class _PlannedRead:
     """A read that begins when the slots of an assignment with these ``keys`` are granted."""
 
     def __init__(self, read: GrantRead, keys: Sequence[BlockKey]) -> None:
@@ -143,7 +143,7 @@ class TrafficManager:
         slots = settings.buffer_slots(geometry)
         self.buffer = BlockBuffer(geometry, slots, self._granted, threads, rank.memory.buffer)
         #: Assignments with a read that waits for their slots, and whether the router knows that.
-        self._grant_reads: dict[str, _GrantRead] = {}
+        self._grant_reads: dict[str, _PlannedRead] = {}
         self._grant_lock = threads.lock()
         #: HBM reserved for prompts that PEs send there.
         self.reserved_hbm = HbmReservations(hbm_pool, threads)
@@ -355,7 +355,7 @@ class TrafficManager:
                     "it through the router"
                 )
             with self._grant_lock:
-                self._grant_reads[request_id] = _GrantRead(read, message.keys)
+                self._grant_reads[request_id] = _PlannedRead(read, message.keys)
         try:
             self.buffer.request(request_id, message.reserve_blocks, shared)
         except BufferTooSmallError:
@@ -383,7 +383,7 @@ class TrafficManager:
         if begun is not None and run is not None:
             self._read_granted(grant, begun, run)
 
-    def _read_granted(self, grant: Grant, begun: "_GrantRead", run: HitRun) -> None:
+    def _read_granted(self, grant: Grant, begun: "_PlannedRead", run: HitRun) -> None:
         """Begin the read of an assignment whose slots are granted; ``ReadDone`` follows."""
         read = begun.read
         first = read.first_slot + run.blocks.first - read.run.blocks.first
