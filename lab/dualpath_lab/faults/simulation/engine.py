@@ -13,7 +13,7 @@ from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.control import Release, decode_engine_message, decode_router_message
 from dualpath.core.errors import ConfigError, DualPathError, EngineLostError, StorageError
 from dualpath.core.transfers import CallAssignment
-from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION
+from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION, BlockBuffer
 from dualpath.engine.control.link import RouterConnection
 from dualpath.engine.control.surroundings import Surroundings, open_node_dram
 from dualpath.engine.passes.device import Device
@@ -337,8 +337,9 @@ class SimEngine:
         #: The calls that its HTTP server has, and when it has last sent anything of each.
         self._calls: dict[str, float | None] = {}
         self._hbm_owners: dict[int, str] = {}
-        #: Slots of the buffer that a read from storage writes to.
-        self._read_into: set[int] = set()
+        #: Buffers and slots that a read from storage writes to; the buffer may be one of a former
+        #: data plane, which a slow read outlives.
+        self._read_into: set[tuple[BlockBuffer, int]] = set()
         self._files = EngineFiles(shared, self.threads, self.known, self._reading)
         shared.world.note(self.name, "starts")
         others = range(1, settings.tensor_parallel_size)
@@ -567,7 +568,8 @@ class SimEngine:
         manager = self.plane.manager
         memory = region.partition(".")[0]
         if memory == BUFFER_REGION:
-            return None if piece in self._read_into else manager.buffer.owner(piece)
+            reading = (manager.buffer, piece) in self._read_into
+            return None if reading else manager.buffer.owner(piece)
         if memory == STAGING_REGION:
             return "staging" if manager.staging.is_leased(piece) else None
         free = piece in self.plane.hbm._free
@@ -581,11 +583,11 @@ class SimEngine:
             return
         buffer = self.plane.manager.buffer
         slot = buffer.slot_at(address_of(destination))
-        self._read_into.add(slot)
+        self._read_into.add((buffer, slot))
         try:
             yield
         finally:
-            self._read_into.discard(slot)
+            self._read_into.discard((buffer, slot))
             if self.process.alive and not buffer.is_pinned(slot):
                 self.shared.world.problem(
                     f"{self.name}: a read writes to slot {slot}, which is not pinned"
