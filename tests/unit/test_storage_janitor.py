@@ -235,6 +235,52 @@ def test_a_dead_janitor_is_replaced_and_a_suspended_one_removes_nothing() -> Non
     assert len(list(story.tree.objects(TERMS))) == 1
 
 
+def test_a_janitor_that_gets_the_lease_back_knows_what_was_stored_meanwhile() -> None:
+    story = Story(limits(100))
+    first, second, engine = story.janitor(), story.janitor(), story.engine()
+    assert first.step()
+    assert not second.step()
+    story.now_s += LEASE_S
+    assert second.step()
+    engine.write(chain(1, 8))
+    engine.journal.flush()
+    second.step()
+    second.close()
+    assert not list(story.tree.objects(JOURNAL))
+    assert first.step()
+    assert first.index is not None
+    assert first.index.blocks == 8
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_events_after_a_refused_segment_are_applied(
+    monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    """The refused segment may be ``stored`` all the same, and applied before the next one."""
+    story = Story(limits(100))
+    janitor, engine = story.janitor(), story.engine()
+    janitor.step()
+    engine.write(chain(1, 4))
+    replace = story.tree.replace
+
+    def refusing(name: str, content: bytes) -> None:
+        if stored:
+            replace(name, content)
+        raise StorageError("the answer is lost; try again")
+
+    monkeypatch.setattr(story.tree, "replace", refusing)
+    assert not engine.journal.flush()
+    monkeypatch.setattr(story.tree, "replace", replace)
+    janitor.step()
+    assert janitor.index is not None
+    assert janitor.index.blocks == (4 if stored else 0)
+    engine.write(chain(2, 4))
+    assert engine.journal.flush()
+    janitor.step()
+    assert janitor.index.blocks == 8
+    assert engine.journal.unapplied(10**9).total == 0
+
+
 def test_two_janitors_without_conditional_writes_become_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

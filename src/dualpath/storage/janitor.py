@@ -600,7 +600,9 @@ class Janitor:
         if not self.lease.acquire(self._steady_s()):
             self._term = None
             return False
-        if self._term is None:
+        # Another process may have been the janitor since: it has changed the saved index, and has
+        # removed the journal segments that are in it.
+        if self._term is None or self._term.number != self.lease.term:
             self._term = _JanitorTerm(
                 self._tree, self.lease, self._limits, self.totals, self._now_s, self._steady_s
             )
@@ -627,6 +629,7 @@ class _JanitorTerm:
         now_s: Callable[[], float],
         steady_s: Callable[[], float],
     ) -> None:
+        self.number = lease.term
         self._tree, self._lease, self._limits, self._totals = tree, lease, limits, totals
         self._now_s, self._steady_s = now_s, steady_s
         self.index, progress = load(tree) or (ChainIndex(), Progress())

@@ -170,28 +170,29 @@ class Journal:
     def flush(self) -> bool:
         """Write new events as a segment; return False if the storage refused it.
 
-        Refused events are written by the next call.
+        Refused events are written by the next call, in a segment with another number: the refused
+        one may be stored all the same, as when only the answer is lost, and may be applied already.
         """
         with self._lock:
             events, used = self._events, self._used
             if not events and not used:
                 return True
             self._events, self._used = [], {}
+            self._number += 1
+            number = self._number
             # Counted before the write: otherwise the quota could be exceeded in between.
-            self._unapplied[self._number + 1] = self._bytes(events)
+            self._unapplied[number] = self._bytes(events)
         every = (*events, *(Used(time_s, key) for key, time_s in used.items()))
         content = encode_segment(Segment(self.namespace, every))
         try:
-            self._tree.replace(segment_name(self.writer, self._number + 1), content)
+            self._tree.replace(segment_name(self.writer, number), content)
         except StorageError as error:
             log.warning("cannot write the storage's journal, trying again later: %s", error)
             with self._lock:
-                self._unapplied.pop(self._number + 1, None)
+                self._unapplied.pop(number, None)
                 self._events[:0] = events
                 self._used = used | self._used
             return False
-        with self._lock:
-            self._number += 1
         return True
 
     def _bytes(self, events: Sequence[JournalEvent]) -> StoredBytes:

@@ -325,6 +325,10 @@ class _AbandonedError(Exception):
     """The proxy has sent what it does of this way, and starts again."""
 
 
+class _NoEngineError(EngineLostError):
+    """No engine of a role serves."""
+
+
 class SimProxy(ClientEndpoint):
     """A proxy from the start of its process to its end, after which ``ended`` is called.
 
@@ -378,14 +382,19 @@ class SimProxy(ClientEndpoint):
     # ------------------------------------------------------------------ requests
 
     async def submit(self, job: Job) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the tokens of a request, which is sent again until all are there."""
+        """Yield the tokens of a request, which is sent again until all are there.
+
+        A try that finds no engine does not count: it takes its time until one is started again.
+        """
         sent: list[int] = []
         await self._until_ready()
-        for number in range(self._tries):
+        left, first = self._tries, True
+        while left:
             if self._ending:
                 raise DrainingError(f"{self.name} is about to end")
             chance = self._world.chance
-            unusual = number == 0 and chance.random() < _UNUSUAL_SHARE
+            unusual = first and chance.random() < _UNUSUAL_SHARE
+            first = False
             way = chance.choice(_UNUSUAL if unusual else _USUAL)
             self._world.note(job.request_id, f"its legs: {way.name}")
             got = 0
@@ -403,8 +412,10 @@ class SimProxy(ClientEndpoint):
                 yield TokenEvent((), finish_reason="length")
                 return
             except _AbandonedError:
-                pass
+                left -= 1
             except (EngineLostError, TimeoutError) as error:
+                if not isinstance(error, _NoEngineError):
+                    left -= 1
                 why = str(error) or f"no answer within {_LEGS_S:g} s"
                 if isinstance(error, TimeoutError) and not self._shared.silenced:
                     self._world.problem(f"{job.request_id}, {way.name}: {why}")
@@ -569,7 +580,7 @@ class SimProxy(ClientEndpoint):
         """Return the name of an engine; raises ``EngineLostError`` without any."""
         names = sorted(self._engines(role))
         if not names:
-            raise EngineLostError(f"there is no {role.value} engine")
+            raise _NoEngineError(f"there is no {role.value} engine")
         return names[next(self._turns) % len(names)]
 
     def _url(self, role: Role, engine: str) -> str:
