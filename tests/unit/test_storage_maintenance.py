@@ -170,6 +170,16 @@ def test_nothing_is_written_beyond_the_quota_including_unapplied_writes() -> Non
     assert maintained.write(8, 9) == 1
 
 
+def test_a_block_that_is_written_again_counts_once() -> None:
+    maintained = Maintained()
+    for _ in range(2):
+        maintained.write(0, 4)
+    maintained.maintenance.tick()
+    maintained.write(0, 4)
+    maintained.publish_status(used_blocks=0, quota_blocks=8, applied=0)
+    assert maintained.write(4, 8) == 4
+
+
 def test_a_tenant_beyond_its_quota_is_declined_and_others_are_not() -> None:
     maintained = Maintained()
     yours = BlockOrigin(chain_root(), "b" * 16)

@@ -6,7 +6,6 @@ process dies before it has written them) are recovered by the janitor's survey o
 Events are idempotent.
 """
 
-import functools
 import logging
 import re
 import threading
@@ -128,7 +127,8 @@ class Journal:
         self._events: list[JournalEvent] = []
         self._used: dict[BlockKey, float] = {}
         self._number = 0
-        self._unapplied: dict[int, StoredBytes] = {}
+        #: Blocks written in segments that the janitor may not have applied, by number.
+        self._unapplied: dict[int, dict[BlockKey, Written]] = {}
 
     def written(
         self, keys: Sequence[BlockKey], origins: Sequence[BlockOrigin], size: int, time_s: float
@@ -155,12 +155,20 @@ class Journal:
             del self._events[:-MAX_EVENTS]
 
     def unapplied(self, applied: int) -> StoredBytes:
-        """Return the bytes of blocks written after segment ``applied``."""
+        """Return the bytes of the blocks written after segment ``applied``, each counted once.
+
+        A block is written again if storage was too slow to answer that it is stored.
+        """
+        blocks: dict[BlockKey, Written] = {}
         with self._lock:
             self._unapplied = {n: written for n, written in self._unapplied.items() if n > applied}
-            return functools.reduce(
-                StoredBytes.plus, self._unapplied.values(), self._bytes(self._events)
-            )
+            for written in self._unapplied.values():
+                blocks |= written
+            blocks |= _written(self._events)
+        tenants: Counter[str] = Counter()
+        for block in blocks.values():
+            tenants[block.tenant] += block.bytes
+        return StoredBytes(tenants.total(), {self.namespace: tenants.total()}, dict(tenants))
 
     def discard_pending(self) -> None:
         """Drop the events not yet written: the storage has no janitor to apply them."""
@@ -181,7 +189,7 @@ class Journal:
             self._number += 1
             number = self._number
             # Counted before the write: otherwise the quota could be exceeded in between.
-            self._unapplied[number] = self._bytes(events)
+            self._unapplied[number] = _written(events)
         every = (*events, *(Used(time_s, key) for key, time_s in used.items()))
         content = encode_segment(Segment(self.namespace, every))
         try:
@@ -195,9 +203,6 @@ class Journal:
             return False
         return True
 
-    def _bytes(self, events: Sequence[JournalEvent]) -> StoredBytes:
-        tenants: Counter[str] = Counter()
-        for item in events:
-            if isinstance(item, Written):
-                tenants[item.tenant] += item.bytes
-        return StoredBytes(tenants.total(), {self.namespace: tenants.total()}, dict(tenants))
+
+def _written(events: Sequence[JournalEvent]) -> dict[BlockKey, Written]:
+    return {item.key: item for item in events if isinstance(item, Written)}
