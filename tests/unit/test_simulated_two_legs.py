@@ -63,6 +63,7 @@ def test_equal_seeds_with_proxies_give_equal_runs() -> None:
         ("leg-of-another", "let a client leave"),
         ("offer-unending", "let a client leave"),
         ("leg-unwatched", "hang a core"),
+        ("own-call-unwatched", "hang a core"),
         ("first-leg-unended", "let a client leave"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -121,6 +121,19 @@ class Legs:
         self.withdrawn: list[HandedOver] = []
         self.released: asyncio.Queue[LegParameters] = asyncio.Queue()
         self.aborts = False
+        #: Whether the engine hangs in what it serves without an attempt.
+        self.hangs = asyncio.Event()
+
+    @contextlib.contextmanager
+    def own_call(self) -> Iterator["Legs"]:
+        yield self
+
+    def heard(self) -> None:
+        """A part of the answer has arrived."""
+
+    async def stalls(self, call: "Legs") -> None:
+        await self.hangs.wait()
+        raise EngineLostError("engine e is lost: its core hangs")
 
     async def until_lost(self, engine: EngineInfo) -> None:
         await self.lost.wait()
@@ -667,6 +680,21 @@ async def test_a_second_leg_whose_engine_hangs_ends_with_an_error(stream: bool) 
     assert "engine e is lost" in answer.text
     assert taken.calls[-1] == "failed"
     assert len(engine.vllm.completed) == 1, "its engine does not compute it once more"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_an_engine_serves_alone_ends_with_an_error_when_it_hangs(
+    stream: bool,
+) -> None:
+    engine = Engine(Role.DECODE)
+    engine.vllm.gate, engine.vllm.begins = asyncio.Event(), stream
+    async with asyncio.timeout(GUARD_S):
+        call = asyncio.create_task(engine.post({"model": "m", "prompt": "t", "stream": stream}))
+        await engine.vllm.entered.wait()
+        engine.legs.hangs.set()
+        answer = await call
+    assert answer.status_code == (200 if stream else 503)
+    assert "engine e is lost" in answer.text
 
 
 async def test_several_answers_are_computed_here_at_once_and_the_kv_of_the_leg_is_released() -> (

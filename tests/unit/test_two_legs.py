@@ -439,6 +439,34 @@ async def test_a_decode_engine_notices_that_the_one_with_the_kv_is_lost() -> Non
         await every.nothing_is_left()
 
 
+async def test_an_engine_that_is_lost_twice_counts_as_lost_although_it_registers_again() -> None:
+    async with engines() as every:
+        legs, link = every.legs["d0"], every.legs["d0"]._link
+        await link.wait_for_engines(1, 1, LIMIT_S)
+        with legs.own_call() as call:
+            assert call is not None
+            assert call.engine.engine_id == "d0"
+            stalls = asyncio.create_task(legs.stalls(call))
+            for number in range(2):
+                await asyncio.sleep(2 * REGISTERED_AGAIN_S)
+                assert link.engines.live("d0", call.engine.epoch) is not None
+                assert not stalls.done(), f"lost {number} times"
+                every.made.lose("d0")
+            call.heard()
+            began_s = asyncio.get_running_loop().time()
+            with pytest.raises(EngineLostError, match="d0 is lost and has sent nothing for 20 s"):
+                await stalls
+            assert asyncio.get_running_loop().time() - began_s >= 20 - 1
+        await asyncio.sleep(2 * REGISTERED_AGAIN_S)
+        await every.nothing_is_left()
+
+
+async def test_a_server_of_legs_without_a_scheduler_watches_no_call_of_its_own() -> None:
+    async with engines() as every:
+        with every.open("d7", Role.DECODE).own_call() as call:
+            assert call is None
+
+
 async def test_legs_load_only_as_much_as_they_may() -> None:
     async with engines(decode=2) as every:
         await every.both("p0", "d0", PROMPT, 6)

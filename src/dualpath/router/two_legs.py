@@ -45,7 +45,7 @@ import os
 import re
 import socket
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -64,7 +64,6 @@ from dualpath.core.errors import (
 from dualpath.core.key_cache import KeyCache
 from dualpath.core.kv_hints import NO_KV_HINTS, KvRequestHints, hint_results, kv_request_hints
 from dualpath.core.names import name_problem
-from dualpath.core.sessions import REGISTER_INTERVAL_S
 from dualpath.core.transfers import (
     DecodeTransfer,
     PrefillTransfer,
@@ -75,7 +74,7 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.node.cluster_secret import load_secret
 from dualpath.router.engine_calls import Job, OpenCalls
 from dualpath.router.engines import EngineInfo, MissingRole
-from dualpath.router.requests.call_watch import CallWatch
+from dualpath.router.requests.call_watch import CallWatch, OpenCall
 from dualpath.router.requests.request import check_salt
 from dualpath.router.scheduler.remote import (
     REGISTERED_AGAIN_S,
@@ -222,14 +221,19 @@ class SecondLeg:
         A DE that the scheduler has lost may decode all the same; one whose core hangs does not.
         """
         await asyncio.wait({self._attempt.broken})
-        while (silent_s := self._watch.silent_s(self._call)) < _LIMITS.core_timeout_s:
-            await asyncio.sleep(_LIMITS.core_timeout_s - silent_s)
+        await _silence(self._watch, self._call)
         self._attempt.check()
 
     def close(self, reason: str) -> None:
         """Release everything; idempotent."""
         self._attempt.close(reason)
         self._end.close()
+
+
+async def _silence(watch: CallWatch, call: OpenCall) -> None:
+    """Return when nothing of a call's answer has arrived for as long as a core may be silent."""
+    while (silent_s := watch.silent_s(call)) < _LIMITS.core_timeout_s:
+        await asyncio.sleep(_LIMITS.core_timeout_s - silent_s)
 
 
 #: Stands for the job of a call that has none: only its trace headers would be used.
@@ -332,6 +336,29 @@ class TwoLegs:
         if engine.engine_id == self.engine_id or self._api is None:
             return None
         return await self._api.open_calls(engine)
+
+    @contextlib.contextmanager
+    def own_call(self) -> Iterator[OpenCall | None]:
+        """Watch a call that this engine serves without an attempt; None if it has not joined.
+
+        The caller calls ``heard`` for each part of the answer, and waits for ``stalls`` as well.
+        """
+        alive = self._link.engines.alive(self.role)
+        engine = next((one for one in alive if one.engine_id == self.engine_id), None)
+        if engine is None:
+            yield None
+            return
+        with self._watch.watch(engine, f"own-{self._new_name()}") as call:
+            yield call
+
+    async def stalls(self, call: OpenCall) -> None:
+        """Raise ``EngineLostError`` when this engine is lost and sends nothing of its call."""
+        await self.until_lost(call.engine)
+        await _silence(self._watch, call)
+        raise EngineLostError(
+            f"engine {self.engine_id} is lost and has sent nothing for "
+            f"{_LIMITS.core_timeout_s:g} s; see its log, and restart it"
+        )
 
     async def ends_aborted(self) -> bool:
         """Return whether legs that fail end as aborted, because a trainer has asked for that."""
@@ -497,15 +524,28 @@ class TwoLegs:
     # ------------------------------------------------------------------ leg 2
 
     async def until_lost(self, engine: EngineInfo) -> None:
-        """Return when the scheduler has not known an engine for ``REGISTERED_AGAIN_S``.
+        """Return when the scheduler has lost an engine for ``REGISTERED_AGAIN_S``, or twice.
 
-        While the scheduler is away, its engines count as alive.
+        An engine that was cut off registers again, once.  One whose core hangs does so each time
+        that the scheduler loses it, as its control link lives.  While the scheduler is away, its
+        engines count as alive.
         """
-        known, absent_s = self._link.engines, 0.0
-        while absent_s < REGISTERED_AGAIN_S:
-            await asyncio.sleep(REGISTER_INTERVAL_S)
-            alive = known.waits() or known.live(engine.engine_id, engine.epoch) is not None
-            absent_s = 0.0 if alive else absent_s + REGISTER_INTERVAL_S
+        known, membership = self._link.engines, self._link.membership
+
+        def is_alive() -> bool:
+            return bool(known.waits()) or known.live(engine.engine_id, engine.epoch) is not None
+
+        async def until(alive: bool) -> None:
+            while is_alive() is not alive:
+                await membership.next_change()
+
+        await until(False)
+        try:
+            async with asyncio.timeout(REGISTERED_AGAIN_S):
+                await until(True)
+        except TimeoutError:
+            return
+        await until(False)
 
     async def take(self, params: LegParameters, request_id: str) -> SecondLeg | HandedOver:
         """Return the attempt that a second leg continues at this DE, or where its KV is.

@@ -484,7 +484,29 @@ class TwoLegServer:
         own = {key: value for key, value in request.items() if key != PARAMETERS}
         if isinstance(given, dict) and _TOKEN_IDS in given:
             own[PARAMETERS] = {_TOKEN_IDS: given[_TOKEN_IDS]}
-        await self._forward(scope, own, client, _with_header(send, reason))
+        sending, began = _with_header(send, reason), False
+        with self._legs.own_call() as call:
+            if call is None:
+                await self._forward(scope, own, client, sending)
+                return
+
+            async def passing(message: Message) -> None:
+                nonlocal began
+                began = True
+                call.heard()
+                await sending(message)
+
+            stalls = asyncio.ensure_future(self._legs.stalls(call))
+            try:
+                await run_until_broken(self._forward(scope, own, client, passing), stalls)
+            except DualPathError as error:
+                logger.warning("a request that this engine computes itself: %s", error)
+                if began:
+                    await send({"type": "http.response.body", "body": _last_event(error)})
+                else:
+                    await send_all(send, refusal(status_of(error), str(error)))
+            finally:
+                stalls.cancel()
 
     async def _forward(
         self, scope: Message, request: dict[str, Any], client: _Client, send: Send

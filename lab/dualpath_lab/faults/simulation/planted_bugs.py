@@ -335,6 +335,10 @@ LEG_BUGS: dict[str, PlantedBug] = {
         "an engine does not report that a leg waits for its core, which hangs",
         replaced(two_legs, "CallWatch", _BlindWatch),
     ),
+    "own-call-unwatched": PlantedBug(
+        "a prompt that a decode engine computes itself waits for its core, which hangs, for ever",
+        replaced(two_legs.TwoLegs, "own_call", lambda self: contextlib.nullcontext()),
+    ),
     "first-leg-unended": PlantedBug(
         "a second leg goes on waiting for a first leg that has failed",
         replaced(Handovers, "first_leg_ended", lambda self, attempt_id: None),

@@ -247,8 +247,6 @@ class _Computation:
             vocab_size=VOCABULARY,
             capacity_tokens=len(request.token_ids) + count,
         )
-        # Nobody learns of an attempt that its engine's core hangs if there is none.
-        self._engine.shared.silenced |= self._engine.threads.core_hangs
         self._engine.threads.sleep(costs.prefill.batch_s)
         for left in reversed(range(count)):
             self._engine.threads.sleep(costs.decode.step_s)
