@@ -283,9 +283,9 @@ class SlotsGranted(SchedulerEvent, frozen=True, omit_defaults=True, tag="granted
 
     ``decode_blocks`` at the head of its hit are cached by the DE, as the DE reports;
     ``prefill_blocks`` are believed to be cached by the PE, which reports them when it grants slots
-    itself.  If its engines cache less than the assignment assumes, the effect is one assignment:
-    the same engines with reads that are planned again for the present queues.  Hits that were to be
-    recomputed still are.  With a hand-over in HBM the DE reads what its slots suffice for.
+    itself.  If its engines cache less than the assignment assumes, or hits are to be recomputed,
+    the effect is one assignment: the same engines with reads that are planned again for the present
+    queues.  With a hand-over in HBM the DE reads what its slots suffice for.
     ``others`` are further DEs that are believed to cache blocks now.  With ``third_engine_reads``
     the effect may be an assignment with third DEs, each of which has to grant slots as well.  If
     one does not, or caches less than expected, the event is applied again: with ``third_reads``

@@ -30,6 +30,9 @@ loaded and the tail recomputed, because recomputed tokens attend to all tokens b
   are hits.
 - Recomputed tokens count with their weight in the PE's load; else one long reading queue would send
   all requests to PEs at once.
+- q leaves out the reads of requests that wait for slots of their DE: they cannot begin.  A request
+  of which hits are to be recomputed is planned again when its own slots are granted, since what was
+  queued before it may be read by then.
 - Only DualPath and Split recompute.  Basic, Layerwise and Round robin are the baselines, and Oracle
   reads nothing.  If α or β is unlimited, or 0, it implies no rate: everything is loaded.
 
@@ -70,6 +73,7 @@ one as it stands.  A new input from engines is a field of ``core.control.Load``,
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -93,6 +97,7 @@ from dualpath.policy.events import (
     UNLIMITED_TOKENS,
     SchedulerSettings,
 )
+from dualpath.policy.placement import LiveRequest
 
 #: The rules, and the one of each mode.
 NO_READS, PE_READS, SIDES_IN_TURN, SHORTER_QUEUE, BOTH_SIDES = range(5)
@@ -490,12 +495,6 @@ class HitSource(NamedTuple):
     recompute_tokens: int
     unstored_tokens: int
 
-    def recomputing_more(self, tokens: int) -> "HitSource":
-        """Return the source of a hit that is longer by ``tokens``, which are recomputed."""
-        recomputed = self.recompute_tokens + tokens
-        reason = READ_REASONS[RECOMPUTE] if recomputed else self.reason
-        return self._replace(reason=reason, recompute_tokens=recomputed)
-
 
 class HitSources:
     """Plans where hits come from by the rule of a mode, for the ledger as it stands.
@@ -508,6 +507,19 @@ class HitSources:
         self._ledger = ledger
         self._rule = RULES[settings.mode]
         self._sides = SidesInTurn()
+        #: By node: tokens in its reading queue that cannot be read before slots are granted.
+        self._waiting: Counter[int] = Counter()
+
+    def wait_for_slots(self, live: LiveRequest, engine_id: str, tokens: int) -> None:
+        """A request's read at an engine is in the queue, and waits for slots of its DE."""
+        node = self._ledger.engines[engine_id].account(NODE)
+        live.waiting_reads[node] = live.waiting_reads.get(node, 0) + tokens
+        self._waiting[node] += tokens
+
+    def slots_granted(self, live: LiveRequest) -> None:
+        """A request's reads may begin, or it has ended; idempotent."""
+        self._waiting.subtract(live.waiting_reads)
+        live.waiting_reads = {}
 
     def cached_tokens(self, request: Request) -> dict[str, int]:
         """Return the tokens that joined engines cache and the mode can use, by engine.
@@ -615,8 +627,8 @@ class HitSources:
             cached,
             hit_tokens - cached,
             self._ledger.engines[engines[Role.PREFILL]].account(COMPUTING),
-            prefill.queue_tokens,
-            decode.queue_tokens,
+            self._queue_with_slots(engines[Role.PREFILL]),
+            self._queue_with_slots(engines[Role.DECODE]),
             settings.alpha_tokens,
             settings.beta_tokens,
             settings.computed_weight,
@@ -670,6 +682,11 @@ class HitSources:
             caching = min(thirds, key=_least_to_read)
         rest = (third for third in thirds if third is not caching)
         return [caching, *heapq.nsmallest(most - 1, rest, key=_least_to_read)]
+
+    def _queue_with_slots(self, engine_id: str) -> int:
+        """Return the tokens that an engine's node reads before it reads what has no slots yet."""
+        node = self._ledger.engines[engine_id].account(NODE)
+        return max(self._ledger.node_read_q[node] - self._waiting[node], 0)
 
     def _reader(self, engine_id: str, cached_tokens: Mapping[str, int]) -> Reader:
         engine = self._ledger.engines[engine_id]

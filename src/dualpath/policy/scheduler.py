@@ -392,6 +392,7 @@ class RequestScheduler:
         for side, tokens in reads.items():
             if tokens:
                 self._ledger.charge_read(live.engines[side], live.request_id, tokens)
+                self._sources.wait_for_slots(live, live.engines[side], tokens)
         live.assignment = Assignment(
             request_id=live.request_id,
             prefill_engine=prefill_engine,
@@ -450,10 +451,12 @@ class RequestScheduler:
         live = self._live.get(grant.request_id)
         if live is None or live.assignment is None or live.prefilled:
             return NO_EFFECTS
+        self._sources.slots_granted(live)
         cached = {Role.PREFILL: grant.prefill_blocks, Role.DECODE: grant.decode_blocks}
         assignment = live.assignment
         found = all(cached[side] >= assignment.cached_end(side) for side in Role)
-        if found and not self._thirds_change(assignment, grant):
+        again = assignment.recompute_tokens or self._thirds_change(assignment, grant)
+        if found and not again:
             return NO_EFFECTS
         if live.assignment.prefill_engine is None:
             return Effects((self._read_at_decode(live, live.assignment, cached[Role.DECODE]),))
@@ -493,7 +496,7 @@ class RequestScheduler:
             self._ledger.change_read(third.engine_id, old.request_id, -third.read_tokens)
         self._release_thirds(live)
         self._set_computing(live, 0)
-        hit_tokens = live.request.hit_tokens - old.recompute_tokens
+        hit_tokens = live.request.hit_tokens
         most_tokens, block_tokens = hit_tokens + old.unstored_tokens, self._settings.block_tokens
         in_hbm = old.handover is Handover.HBM
         slots = old.blocks_at(Role.DECODE) if in_hbm else UNLIMITED_BLOCKS
@@ -510,7 +513,6 @@ class RequestScheduler:
             use_thirds=grant.use_thirds,
             third_reads=grant.third_reads,
         )
-        source = source.recomputing_more(old.recompute_tokens)
         before = self._recompute_weight(live, old.recompute_tokens)
         more = self._recompute_weight(live, source.recompute_tokens) - before
         reads = self._read_tokens(live, source)
@@ -561,6 +563,7 @@ class RequestScheduler:
         for engine_id in live.reading:
             self._ledger.release_read(engine_id, live.request_id)
         live.reading = ()
+        self._sources.slots_granted(live)
 
     def _end_prefill(self, live: LiveRequest) -> None:
         if live.assignment is not None and not live.prefilled:
