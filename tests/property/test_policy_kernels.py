@@ -45,6 +45,7 @@ from dualpath.policy.read_side import (
     NO_READS,
     PE_READS,
     PE_SIDE,
+    RECOMPUTE_WITHIN,
     RULES,
     SHORTER_QUEUE,
     SIDES_IN_TURN,
@@ -263,9 +264,13 @@ def test_no_other_cut_of_a_hit_ends_earlier(rule, hit, queues, thresholds, limit
     assert cut == 0 or ((unread - cut) % 64 == 0 and compute_s(cut) <= limit_s)
     possible = [unread, *(x for x in range(0, unread, 64) if compute_s(unread - x) <= limit_s)]
     # A block that is read in part while the PE is busy is all that rounding may cost.
-    best_s = min(end_s(x) for x in possible)
-    block_s = weight.tokens(cached + unread, 64) / prompt_per_s
-    assert end_s(unread - cut) <= best_s + min(64 / read_per_s, block_s) + 1e-9
+    best_s, all_s = min(end_s(x) for x in possible), end_s(unread)
+    rounding_s = min(64 / read_per_s, weight.tokens(cached + unread, 64) / prompt_per_s) + 1e-9
+    if cut:
+        assert end_s(unread - cut) <= best_s + rounding_s
+        assert end_s(unread - cut) < RECOMPUTE_WITHIN * all_s
+    else:
+        assert best_s + rounding_s >= RECOMPUTE_WITHIN * all_s
 
 
 @deterministic
@@ -322,9 +327,16 @@ def test_what_is_read_while_the_pe_is_busy_is_read_and_the_rest_computed() -> No
 
 
 def test_a_limit_recomputes_the_longest_tail_that_it_allows() -> None:
-    """100,000 tokens are queued; a token takes 1 ms, so that a second allows 960 in blocks."""
-    rates = 3000, 5000, 1.0, RecomputeWeight(1.0), 1.0, 64
-    assert recompute_tokens(SHORTER_QUEUE, 0, 2048, 0, 100_000, 100_000, *rates) == 960
+    """Of 2,048 tokens 1,000 are read in a second; 960 take a limit of 0.24 s to compute."""
+    rates = 3000, 5000, 1.0, RecomputeWeight(0.25), 0.24, 64
+    assert recompute_tokens(SHORTER_QUEUE, 0, 2048, 0, 0, 0, *rates) == 960
+
+
+def test_little_gain_recomputes_nothing() -> None:
+    """1,000 tokens are read in a second; 10 % more of them are computed, or 30 %."""
+    for per_token, recomputed in ((1 / 1.1, 0), (1 / 1.3, 640)):
+        rates = 3000, 5000, 1.0, RecomputeWeight(per_token), 100.0, 64
+        assert recompute_tokens(SHORTER_QUEUE, 0, 640, 0, 0, 0, *rates) == recomputed
 
 
 def test_tokens_far_behind_in_a_context_are_read_where_those_at_its_head_are_recomputed() -> None:

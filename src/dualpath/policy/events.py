@@ -22,6 +22,8 @@ TYPICAL_CONTEXT_TOKENS = 32_721
 TYPICAL_APPEND_TOKENS = 429
 #: Of its prompt's tokens so many pass for each one that is computed.
 TYPICAL_COMPUTED_WEIGHT = (TYPICAL_CONTEXT_TOKENS + TYPICAL_APPEND_TOKENS) / TYPICAL_APPEND_TOKENS
+#: How long recomputing a hit may take by default where that is done by default.
+RECOMPUTE_LIMIT_S = 10.0
 #: α or β that is never exceeded.
 UNLIMITED_TOKENS = 1 << 60
 
