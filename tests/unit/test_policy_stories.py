@@ -155,7 +155,7 @@ def test_decode_prefers_few_requests_below_z_and_few_tokens_above_it() -> None:
 
 
 def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
-    """Both sides read 2,000 tokens/s, the PE computes 1,000: a hit of 1,024 takes it 1 s.
+    """Both sides read 2,000 tokens/s, the PE computes 1,000: a hit of 512 takes it half a second.
 
     The hit before it is 1 s of reading and no work of the PE, which is free until then.
     """
@@ -175,12 +175,12 @@ def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
 
     assert recomputed("long", 2000, 1984) == 0
     scheduler.apply(SlotsGranted("long", decode_blocks=0, prefill_blocks=0))
-    assert recomputed("second", 1040, 1024) == 1024
-    assert recomputed("third", 1040, 1024) == 0, "the PE computes the second"
+    assert recomputed("second", 528, 512) == 512
+    assert recomputed("third", 528, 512) == 0, "the PE computes the second"
     scheduler.apply(PrefillEnded("second"))
-    assert recomputed("fourth", 1040, 1024) == 1024
+    assert recomputed("fourth", 528, 512) == 512
     scheduler.apply(Finished("fourth"))
-    assert recomputed("fifth", 1040, 1024) == 1024
+    assert recomputed("fifth", 528, 512) == 512
 
 
 def test_reads_that_wait_for_slots_make_no_hit_recomputed() -> None:
@@ -193,8 +193,8 @@ def test_reads_that_wait_for_slots_make_no_hit_recomputed() -> None:
         recompute_limit_s=60.0,
     )
 
-    def submit(name: str) -> Assignment:
-        scheduler.apply(Submitted(request(name, 2000, 1984)))
+    def submit(name: str, hit: int = 1984) -> Assignment:
+        scheduler.apply(Submitted(request(name, hit + 16, hit)))
         (assignment,) = assign(scheduler, "D", "P")
         return assignment
 
@@ -202,7 +202,7 @@ def test_reads_that_wait_for_slots_make_no_hit_recomputed() -> None:
     for name in ("first", "second"):
         effects = scheduler.apply(SlotsGranted(name, decode_blocks=0, prefill_blocks=0))
         assert effects.assignments == ()
-    assert submit("fourth").recompute_tokens == 1984
+    assert submit("fourth", 512).recompute_tokens == 512
     for name in ("first", "second"):
         scheduler.apply(ReadsDone(name))
     granted = SlotsGranted("fourth", decode_blocks=0, prefill_blocks=0)

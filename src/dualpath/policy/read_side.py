@@ -30,8 +30,10 @@ loaded and the tail recomputed, because recomputed tokens attend to all tokens b
   are hits.
 - Recomputed tokens count with their weight in the PE's load; else one long reading queue would send
   all requests to PEs at once.
-- That is done only where the prefill ends a fifth sooner than with everything loaded: other
-  requests wait for the PE meanwhile, and what storage and PE do until then is not known exactly.
+- A PE that recomputes is not free for the requests whose reads are before this one's.  So they
+  count as well: what is saved must be more than what they wait, if their reads end at equal
+  intervals until q is read.  Without that, clusters where storage and PEs are equally busy lost 2
+  to 4 %.
 - q leaves out the reads of requests that wait for slots of their DE: they cannot begin.  A request
   of which hits are to be recomputed is planned again when its own slots are granted, since what was
   queued before it may be read by then.
@@ -135,8 +137,6 @@ PE_SIDE, DE_SIDE = 0, 1
 
 Reads = tuple[tuple[HitRun, ...], str]
 
-#: Hits are recomputed where the prefill ends within this part of the time that loading all takes.
-RECOMPUTE_WITHIN = 0.8
 #: As many slots as a DE may need.
 UNLIMITED_BLOCKS = 1 << 60
 
@@ -417,6 +417,7 @@ def recompute_tokens(
     computing_tokens: int,
     pe_queue: int,
     de_queue: int,
+    reading_requests: int,
     alpha_tokens: int,
     beta_tokens: int,
     computed_weight: float,
@@ -428,8 +429,9 @@ def recompute_tokens(
 
     The engines have the first ``cached_tokens`` of the hit in DRAM, and none of the
     ``unread_tokens`` behind them.  ``computing_tokens`` are those that the PE has to compute of
-    requests before it, ``*_queue`` are the reading queues of both nodes.  Recomputing takes
-    ``limit_s`` at most; 0 recomputes nothing.
+    requests before it, ``*_queue`` are what both nodes read before it, ``reading_requests`` how
+    many requests of the PE are read meanwhile.  Recomputing takes ``limit_s`` at most; 0 recomputes
+    nothing.
     """
     slowest, fastest = min(alpha_tokens, beta_tokens), max(alpha_tokens, beta_tokens)
     unknown = slowest <= 0 or fastest >= UNLIMITED_TOKENS
@@ -444,15 +446,29 @@ def recompute_tokens(
     hit_tokens = cached_tokens + unread_tokens
     within_limit = min(weight.most_before(hit_tokens, limit_s * prompt_per_s), unread_tokens)
     least = holding_blocks(unread_tokens - within_limit, block_tokens) * block_tokens
-    loaded, all_s = unread_tokens, max(wait_s, (queue + unread_tokens) / read_per_s)
-    end_s = RECOMPUTE_WITHIN * all_s
+    queue_s, reading = queue / read_per_s, reading_requests
+    # The end for this request, and the time that all requests before it wait for the PE.
+    loaded, least_s = unread_tokens, max(wait_s, (queue + unread_tokens) / read_per_s)
+    least_s += delay_s(reading, queue_s, wait_s)
     for tokens in (meanwhile // block_tokens * block_tokens, min(least, unread_tokens), 0):
         recomputed = weight.tokens(cached_tokens + tokens, unread_tokens - tokens)
         compute_s = recomputed / prompt_per_s
         load_s = (queue + tokens) / read_per_s if tokens else 0.0
-        if compute_s <= limit_s and max(wait_s, load_s) + compute_s < end_s:
-            loaded, end_s = tokens, max(wait_s, load_s) + compute_s
+        end_s = max(wait_s, load_s) + compute_s
+        total_s = end_s + delay_s(reading, queue_s, end_s)
+        if compute_s <= limit_s and total_s < least_s:
+            loaded, least_s = tokens, total_s
     return unread_tokens - loaded
+
+
+def delay_s(requests: int, queue_s: float, busy_s: float) -> float:
+    """Return for how long requests together wait for a PE that is busy for ``busy_s``.
+
+    Their reads end at equal intervals until ``queue_s`` from now.
+    """
+    if busy_s < queue_s:
+        return requests * busy_s**2 / (2 * queue_s)
+    return requests * (busy_s - queue_s / 2)
 
 
 # ------------------------------------------------------------------------ append at the DE
@@ -514,6 +530,8 @@ class HitSources:
         self._sides = SidesInTurn()
         #: By node: tokens in its reading queue that cannot be read before slots are granted.
         self._waiting: Counter[int] = Counter()
+        #: By PE: its requests with slots of which the reads are not over.
+        self._reading: Counter[str] = Counter()
 
     def wait_for_slots(self, live: LiveRequest, engine_id: str, tokens: int) -> None:
         """A request's read at an engine is in the queue, and waits for slots of its DE."""
@@ -521,10 +539,20 @@ class HitSources:
         live.waiting_reads[node] = live.waiting_reads.get(node, 0) + tokens
         self._waiting[node] += tokens
 
-    def slots_granted(self, live: LiveRequest) -> None:
-        """A request's reads may begin, or it has ended; idempotent."""
+    def reads_begin(self, live: LiveRequest) -> None:
+        """A request has slots and is read, if anything of its hit is."""
+        self.reads_over(live)
+        if live.reading and Role.PREFILL in live.engines:
+            live.read_for = live.engines[Role.PREFILL]
+            self._reading[live.read_for] += 1
+
+    def reads_over(self, live: LiveRequest) -> None:
+        """A request neither waits for slots nor is it read; idempotent."""
         self._waiting.subtract(live.waiting_reads)
         live.waiting_reads = {}
+        if live.read_for:
+            self._reading[live.read_for] -= 1
+            live.read_for = ""
 
     def cached_tokens(self, request: Request) -> dict[str, int]:
         """Return the tokens that joined engines cache and the mode can use, by engine.
@@ -634,6 +662,7 @@ class HitSources:
             self._ledger.engines[engines[Role.PREFILL]].account(COMPUTING),
             self._queue_with_slots(engines[Role.PREFILL]),
             self._queue_with_slots(engines[Role.DECODE]),
+            self._reading[engines[Role.PREFILL]],
             settings.alpha_tokens,
             settings.beta_tokens,
             settings.computed_weight,

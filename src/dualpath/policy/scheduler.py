@@ -451,16 +451,23 @@ class RequestScheduler:
         live = self._live.get(grant.request_id)
         if live is None or live.assignment is None or live.prefilled:
             return NO_EFFECTS
-        self._sources.slots_granted(live)
+        self._sources.reads_over(live)
+        effects = self._plan_again(live, live.assignment, grant)
+        self._sources.reads_begin(live)
+        return effects
+
+    def _plan_again(
+        self, live: LiveRequest, assignment: Assignment, grant: SlotsGranted
+    ) -> Effects:
+        """Plan a request's reads again if they differ from what was known at its assignment."""
         cached = {Role.PREFILL: grant.prefill_blocks, Role.DECODE: grant.decode_blocks}
-        assignment = live.assignment
         found = all(cached[side] >= assignment.cached_end(side) for side in Role)
         again = assignment.recompute_tokens or self._thirds_change(assignment, grant)
         if found and not again:
             return NO_EFFECTS
-        if live.assignment.prefill_engine is None:
-            return Effects((self._read_at_decode(live, live.assignment, cached[Role.DECODE]),))
-        return Effects((self._replan(live, live.assignment, cached, grant),))
+        if assignment.prefill_engine is None:
+            return Effects((self._read_at_decode(live, assignment, cached[Role.DECODE]),))
+        return Effects((self._replan(live, assignment, cached, grant),))
 
     def _read_at_decode(self, live: LiveRequest, old: Assignment, cached_blocks: int) -> Assignment:
         """Let the DE of a request without a PE read what it has evicted of the stored hit."""
@@ -563,7 +570,7 @@ class RequestScheduler:
         for engine_id in live.reading:
             self._ledger.release_read(engine_id, live.request_id)
         live.reading = ()
-        self._sources.slots_granted(live)
+        self._sources.reads_over(live)
 
     def _end_prefill(self, live: LiveRequest) -> None:
         if live.assignment is not None and not live.prefilled:
