@@ -176,6 +176,7 @@ def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
     assert recomputed("long", 2000, 1984) == 0
     scheduler.apply(SlotsGranted("long", decode_blocks=0, prefill_blocks=0))
     assert recomputed("second", 528, 512) == 512
+    scheduler.apply(SlotsGranted("second", decode_blocks=0, prefill_blocks=0))
     assert recomputed("third", 528, 512) == 0, "the PE computes the second"
     scheduler.apply(PrefillEnded("second"))
     assert recomputed("fourth", 528, 512) == 512

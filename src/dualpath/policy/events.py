@@ -303,6 +303,17 @@ class SlotsGranted(SchedulerEvent, frozen=True, omit_defaults=True, tag="granted
     use_thirds: bool = True
 
 
+class ReadsBegin(SchedulerEvent, frozen=True, omit_defaults=True, tag="reads_begin"):
+    """The DE of an assigned request has slots for it, or they are ``late``: it waits for them.
+
+    Events are needed only where hits may be recomputed.  An assigned request waits for slots until
+    this event or ``SlotsGranted``.  Other requests are ignored.
+    """
+
+    request_id: str
+    late: bool = False
+
+
 class ReadsDone(SchedulerEvent, frozen=True, tag="read_done"):
     """All storage reads of a request are done; unknown requests are ignored."""
 
@@ -333,6 +344,7 @@ Event = (
     | Submitted
     | Fetch
     | SlotsGranted
+    | ReadsBegin
     | ReadsDone
     | PrefillEnded
     | Finished

@@ -25,7 +25,7 @@ loaded and the tail recomputed, because recomputed tokens attend to all tokens b
   longer than the PE is busy, so that no other x is better.  Where engines report no such weight,
   each token counts ``computed_weight``: that of a token that is appended at the turn that β is
   stated for, more than the tokens of shorter contexts and longer appends take.
-- How long the PE is busy follows from the tokens that it computes for earlier requests, each
+- How long the PE is busy follows from the tokens that it computes for requests with slots, each
   counted with ``computed_weight``.  Their loads delay nothing there: of tok_e, their prompts, most
   are hits.
 - Recomputed tokens count with their weight in the PE's load; else one long reading queue would send
@@ -79,7 +79,7 @@ one as it stands.  A new input from engines is a field of ``core.control.Load``,
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
@@ -102,6 +102,8 @@ from dualpath.policy.events import (
     SchedulerSettings,
 )
 from dualpath.policy.placement import LiveRequest
+
+K = TypeVar("K", int, str)
 
 #: The rules, and the one of each mode.
 NO_READS, PE_READS, SIDES_IN_TURN, SHORTER_QUEUE, BOTH_SIDES = range(5)
@@ -517,6 +519,14 @@ class HitSource(NamedTuple):
     unstored_tokens: int
 
 
+def _subtract(counts: Counter[K], key: K, count: int) -> None:
+    """Subtract from a count, of which nothing is left when it is 0."""
+    counts[key] -= count
+    assert counts[key] >= 0, f"{key}: {counts[key]}"
+    if not counts[key]:
+        del counts[key]
+
+
 class HitSources:
     """Plans where hits come from by the rule of a mode, for the ledger as it stands.
 
@@ -530,14 +540,27 @@ class HitSources:
         self._sides = SidesInTurn()
         #: By node: tokens in its reading queue that cannot be read before slots are granted.
         self._waiting: Counter[int] = Counter()
+        #: By PE: what it is to compute of requests that wait for slots of their DE.
+        self._waiting_computing: Counter[str] = Counter()
         #: By PE: its requests with slots of which the reads are not over.
         self._reading: Counter[str] = Counter()
 
-    def wait_for_slots(self, live: LiveRequest, engine_id: str, tokens: int) -> None:
-        """A request's read at an engine is in the queue, and waits for slots of its DE."""
-        node = self._ledger.engines[engine_id].account(NODE)
-        live.waiting_reads[node] = live.waiting_reads.get(node, 0) + tokens
-        self._waiting[node] += tokens
+    def wait_for_slots(self, live: LiveRequest, reads: Mapping[str, int]) -> None:
+        """A request waits for slots of its DE; ``reads`` are the tokens that its engines read."""
+        live.waits_for_slots = True
+        self._waiting_computing[live.engines[Role.PREFILL]] += live.computing_tokens
+        for engine_id, tokens in reads.items():
+            node = self._ledger.engines[engine_id].account(NODE)
+            live.waiting_reads[node] = live.waiting_reads.get(node, 0) + tokens
+            self._waiting[node] += tokens
+
+    def set_computing(self, live: LiveRequest, engine_id: str, tokens: int) -> None:
+        """Charge so many tokens to compute to a request's engine in place of those before."""
+        more = tokens - live.computing_tokens
+        self._ledger.charge_computing(engine_id, more)
+        if live.waits_for_slots:
+            self._waiting_computing[engine_id] += more
+        live.computing_tokens = tokens
 
     def reads_begin(self, live: LiveRequest) -> None:
         """A request has slots and is read, if anything of its hit is."""
@@ -548,10 +571,15 @@ class HitSources:
 
     def reads_over(self, live: LiveRequest) -> None:
         """A request neither waits for slots nor is it read; idempotent."""
-        self._waiting.subtract(live.waiting_reads)
-        live.waiting_reads = {}
+        if live.waits_for_slots:
+            live.waits_for_slots = False
+            for node, tokens in live.waiting_reads.items():
+                _subtract(self._waiting, node, tokens)
+            live.waiting_reads = {}
+            engine_id = live.engines[Role.PREFILL]
+            _subtract(self._waiting_computing, engine_id, live.computing_tokens)
         if live.read_for:
-            self._reading[live.read_for] -= 1
+            _subtract(self._reading, live.read_for, 1)
             live.read_for = ""
 
     def cached_tokens(self, request: Request) -> dict[str, int]:
@@ -659,7 +687,7 @@ class HitSources:
             self._rule,
             cached,
             hit_tokens - cached,
-            self._ledger.engines[engines[Role.PREFILL]].account(COMPUTING),
+            self._computing_with_slots(engines[Role.PREFILL]),
             self._queue_with_slots(engines[Role.PREFILL]),
             self._queue_with_slots(engines[Role.DECODE]),
             self._reading[engines[Role.PREFILL]],
@@ -716,6 +744,11 @@ class HitSources:
             caching = min(thirds, key=_least_to_read)
         rest = (third for third in thirds if third is not caching)
         return [caching, *heapq.nsmallest(most - 1, rest, key=_least_to_read)]
+
+    def _computing_with_slots(self, engine_id: str) -> int:
+        """Return the tokens that a PE computes of requests that have slots."""
+        computing = self._ledger.engines[engine_id].account(COMPUTING)
+        return max(computing - self._waiting_computing[engine_id], 0)
 
     def _queue_with_slots(self, engine_id: str) -> int:
         """Return the tokens that an engine's node reads before it reads what has no slots yet."""

@@ -76,6 +76,7 @@ from dualpath.policy.events import (
     Fetch,
     Finished,
     PrefillEnded,
+    ReadsBegin,
     ReadsDone,
     SchedulerSettings,
     SetThresholds,
@@ -131,6 +132,9 @@ class RequestScheduler:
                 return self._submit(event.request)
             case SlotsGranted():
                 return self._slots_granted(event)
+            case ReadsBegin():
+                if (live := self._live.get(event.request_id)) is not None:
+                    self._reads_begin(live, late=event.late)
             case ReadsDone():
                 if (live := self._live.get(event.request_id)) is not None:
                     self._end_reads(live)
@@ -156,6 +160,11 @@ class RequestScheduler:
         return NO_EFFECTS
 
     # ------------------------------------------------------------------ state
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether hits may be recomputed, so that ``ReadsBegin`` is needed."""
+        return self._settings.recompute_limit_s > 0
 
     @property
     def waiting(self) -> int:
@@ -392,7 +401,7 @@ class RequestScheduler:
         for side, tokens in reads.items():
             if tokens:
                 self._ledger.charge_read(live.engines[side], live.request_id, tokens)
-                self._sources.wait_for_slots(live, live.engines[side], tokens)
+        self._sources.wait_for_slots(live, {live.engines[side]: n for side, n in reads.items()})
         live.assignment = Assignment(
             request_id=live.request_id,
             prefill_engine=prefill_engine,
@@ -468,6 +477,16 @@ class RequestScheduler:
         if assignment.prefill_engine is None:
             return Effects((self._read_at_decode(live, assignment, cached[Role.DECODE]),))
         return Effects((self._replan(live, assignment, cached, grant),))
+
+    def _reads_begin(self, live: LiveRequest, *, late: bool) -> None:
+        if live.assignment is None or live.assignment.prefill_engine is None or live.prefilled:
+            return
+        self._sources.reads_over(live)
+        if late:
+            charges = map(live.assignment.at, Role)
+            self._sources.wait_for_slots(live, {c.engine_id: c.read_tokens for c in charges})
+        else:
+            self._sources.reads_begin(live)
 
     def _read_at_decode(self, live: LiveRequest, old: Assignment, cached_blocks: int) -> Assignment:
         """Let the DE of a request without a PE read what it has evicted of the stored hit."""
@@ -562,8 +581,7 @@ class RequestScheduler:
         if engine is None and live.assignment is not None:
             engine = live.assignment.decode_engine
         if engine is not None:
-            self._ledger.charge_computing(engine, tokens - live.computing_tokens)
-        live.computing_tokens = tokens
+            self._sources.set_computing(live, engine, tokens)
 
     def _end_reads(self, live: LiveRequest) -> None:
         """Release the reads that are uncounted."""

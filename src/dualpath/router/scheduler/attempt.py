@@ -431,6 +431,8 @@ class EngineAttempt(AttemptChannel):
             granted = await self._reserve(self._decode_engine, blocks, [hit_run], read)
         if granted.read is None and self._may_be_replanned:
             runs = self._slots_granted(granted.cached_blocks)
+        elif granted.read is None:
+            self._scheduler.dispatch.slots_known(self.attempt_id)
         hit_blocks = _hit_blocks(runs)
         self._whole_from = self._scheduler.geometry.whole_from(hit_blocks)
         slots, cached = granted.slots, min(granted.cached_blocks, hit_blocks)
