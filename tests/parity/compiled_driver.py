@@ -28,6 +28,7 @@ from dualpath.policy.events import (
     Fetch,
     Finished,
     PrefillEnded,
+    ReadsBegin,
     ReadsDone,
     SetThresholds,
     SlotsGranted,
@@ -76,6 +77,8 @@ class CompiledScheduler:
                 return Effects(self._fetch(event.group))
             case SlotsGranted():
                 pass  # Without a DRAM cache nothing is re-planned.
+            case ReadsBegin():
+                pass  # Nothing is recomputed.
             case ReadsDone():
                 if (number := self._numbers.get(event.request_id)) is not None:
                     scheduler.read_done(self._state, number)

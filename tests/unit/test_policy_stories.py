@@ -9,6 +9,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.policy.events import (
+    Assignment,
     EngineJoined,
     EngineLost,
     EnginePaused,
@@ -154,7 +155,7 @@ def test_decode_prefers_few_requests_below_z_and_few_tokens_above_it() -> None:
 
 
 def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
-    """Both sides read 2,000 tokens/s, the PE computes 1,000: a hit of 1,024 takes it 1 s.
+    """Both sides read 2,000 tokens/s, the PE computes 1,000: a hit of 512 takes it half a second.
 
     The hit before it is 1 s of reading and no work of the PE, which is free until then.
     """
@@ -173,12 +174,41 @@ def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
         return tokens
 
     assert recomputed("long", 2000, 1984) == 0
-    assert recomputed("second", 1040, 1024) == 1024
-    assert recomputed("third", 1040, 1024) == 0, "the PE computes the second"
+    scheduler.apply(SlotsGranted("long", decode_blocks=0, prefill_blocks=0))
+    assert recomputed("second", 528, 512) == 512
+    scheduler.apply(SlotsGranted("second", decode_blocks=0, prefill_blocks=0))
+    assert recomputed("third", 528, 512) == 0, "the PE computes the second"
     scheduler.apply(PrefillEnded("second"))
-    assert recomputed("fourth", 1040, 1024) == 1024
+    assert recomputed("fourth", 528, 512) == 512
     scheduler.apply(Finished("fourth"))
-    assert recomputed("fifth", 1040, 1024) == 1024
+    assert recomputed("fifth", 528, 512) == 512
+
+
+def test_reads_that_wait_for_slots_make_no_hit_recomputed() -> None:
+    """Storage reads 1,000 tokens/s at either side, the PE computes as many."""
+    scheduler = one_pair(
+        mode=Mode.SPLIT,
+        alpha_tokens=3000,
+        beta_tokens=10_000,
+        computed_weight=2.0,
+        recompute_limit_s=60.0,
+    )
+
+    def submit(name: str, hit: int = 1984) -> Assignment:
+        scheduler.apply(Submitted(request(name, hit + 16, hit)))
+        (assignment,) = assign(scheduler, "D", "P")
+        return assignment
+
+    assert [submit(name).recompute_tokens for name in ("first", "second", "third")] == [0, 0, 0]
+    for name in ("first", "second"):
+        effects = scheduler.apply(SlotsGranted(name, decode_blocks=0, prefill_blocks=0))
+        assert effects.assignments == ()
+    assert submit("fourth", 512).recompute_tokens == 512
+    for name in ("first", "second"):
+        scheduler.apply(ReadsDone(name))
+    granted = SlotsGranted("fourth", decode_blocks=0, prefill_blocks=0)
+    (replanned,) = scheduler.apply(granted).assignments
+    assert (replanned.recompute_tokens, replanned.read_reason) == (0, "split")
 
 
 def test_blocks_evicted_at_the_decode_engine_are_read_by_the_rule() -> None:

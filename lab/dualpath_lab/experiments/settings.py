@@ -22,7 +22,7 @@ from dualpath.engine.settings import (
 )
 from dualpath.launch.settings import HbmBytes
 from dualpath.policy.rebalance import RebalanceSettings
-from dualpath.router.settings import DramTier, EngineGroups, RecomputeLimit
+from dualpath.router.settings import DramTier, EngineGroups
 from dualpath.vllm.front_end_settings import BlockTokens, Dtype, MaxModelLen
 from dualpath.workload.formats import SkipBroken
 from dualpath.workload.replay.client import SentHintsSetting, ToolDelaysSetting
@@ -166,7 +166,9 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
     buffer_bytes: BufferBytes = 768 << 20
     dram_bytes: DramBytes = 0
     dram_tier: DramTier = False
-    recompute_limit_s: RecomputeLimit = 0.0
+    recompute_limit_s: Annotated[
+        float, Setting("as the router's, 0 by default: load all hits", ge=0)
+    ] = 0.0
     engine_groups: EngineGroups = "role"
     storage_protection: StorageProtection = "none"
     hbm_bytes: HbmBytes = 768 << 20

@@ -138,7 +138,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     profile: Profile = PROFILE_AUTO
     alpha_tokens: AlphaTokens = None
     beta_tokens: BetaTokens = None
-    recompute_limit_s: RecomputeLimit = 0.0
+    recompute_limit_s: RecomputeLimit = None
     append_at_decode_tokens: AppendAtDecode = 0
     engine_groups: EngineGroups = "role"
     handover: HandoverSetting = Handover.BUFFER

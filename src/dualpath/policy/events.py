@@ -10,6 +10,7 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.control import Load
 from dualpath.core.modes import Handover, Mode
+from dualpath.core.rates import RecomputeWeight
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import HitRun
 
@@ -21,6 +22,8 @@ TYPICAL_CONTEXT_TOKENS = 32_721
 TYPICAL_APPEND_TOKENS = 429
 #: Of its prompt's tokens so many pass for each one that is computed.
 TYPICAL_COMPUTED_WEIGHT = (TYPICAL_CONTEXT_TOKENS + TYPICAL_APPEND_TOKENS) / TYPICAL_APPEND_TOKENS
+#: How long recomputing a hit may take by default where that is done by default.
+RECOMPUTE_LIMIT_S = 10.0
 #: α or β that is never exceeded.
 UNLIMITED_TOKENS = 1 << 60
 
@@ -51,7 +54,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     ``generated_reserve_tokens`` how many of a request's generated tokens count into its length
     at the DE, at most (the prompt always counts; 0 reserves the prompt alone);
     ``recompute_limit_s`` how long recomputing a hit may take if loading it takes longer, 0 to
-    load all hits;
+    load all hits; a recomputed token counts ``recompute_weight`` of β's tokens, None for
+    ``computed_weight`` wherever it is;
     ``append_at_decode_tokens`` how many tokens behind a hit a DE may compute itself, 0 for none
     (``policy.read_side``);
     ``handover`` where DEs receive KV (``policy.read_side``);
@@ -72,6 +76,12 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     handover: Handover = Handover.BUFFER
     third_engine_reads: int = 0
     computed_weight: float = TYPICAL_COMPUTED_WEIGHT
+    recompute_weight: RecomputeWeight | None = None
+
+    @property
+    def weight_of_recomputed(self) -> RecomputeWeight:
+        """How many of β's tokens a recomputed token counts."""
+        return self.recompute_weight or RecomputeWeight(self.computed_weight)
 
 
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -174,7 +184,7 @@ class SchedulerEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
 
 class SetThresholds(SchedulerEvent, frozen=True, tag="set_thresholds"):
-    """α, β and the weight of a computed token, as in ``SchedulerSettings``, from now on.
+    """α, β and the weights of a computed token, as in ``SchedulerSettings``, from now on.
 
     Requests that are placed stay where they are.
     """
@@ -182,6 +192,7 @@ class SetThresholds(SchedulerEvent, frozen=True, tag="set_thresholds"):
     alpha_tokens: int
     beta_tokens: int
     computed_weight: float = TYPICAL_COMPUTED_WEIGHT
+    recompute_weight: RecomputeWeight | None = None
 
 
 class EngineJoined(SchedulerEvent, frozen=True, tag="engine_joined"):
@@ -274,9 +285,9 @@ class SlotsGranted(SchedulerEvent, frozen=True, omit_defaults=True, tag="granted
 
     ``decode_blocks`` at the head of its hit are cached by the DE, as the DE reports;
     ``prefill_blocks`` are believed to be cached by the PE, which reports them when it grants slots
-    itself.  If its engines cache less than the assignment assumes, the effect is one assignment:
-    the same engines with reads that are planned again for the present queues.  Hits that were to be
-    recomputed still are.  With a hand-over in HBM the DE reads what its slots suffice for.
+    itself.  If its engines cache less than the assignment assumes, or hits are to be recomputed,
+    the effect is one assignment: the same engines with reads that are planned again for the present
+    queues.  With a hand-over in HBM the DE reads what its slots suffice for.
     ``others`` are further DEs that are believed to cache blocks now.  With ``third_engine_reads``
     the effect may be an assignment with third DEs, each of which has to grant slots as well.  If
     one does not, or caches less than expected, the event is applied again: with ``third_reads``
@@ -290,6 +301,17 @@ class SlotsGranted(SchedulerEvent, frozen=True, omit_defaults=True, tag="granted
     others: tuple[CachedPrefix, ...] = ()
     third_reads: bool = True
     use_thirds: bool = True
+
+
+class ReadsBegin(SchedulerEvent, frozen=True, omit_defaults=True, tag="reads_begin"):
+    """The DE of an assigned request has slots for it, or they are ``late``: it waits for them.
+
+    Events are needed only where hits may be recomputed.  An assigned request waits for slots until
+    this event or ``SlotsGranted``.  Other requests are ignored.
+    """
+
+    request_id: str
+    late: bool = False
 
 
 class ReadsDone(SchedulerEvent, frozen=True, tag="read_done"):
@@ -322,6 +344,7 @@ Event = (
     | Submitted
     | Fetch
     | SlotsGranted
+    | ReadsBegin
     | ReadsDone
     | PrefillEnded
     | Finished

@@ -70,10 +70,13 @@ class LiveRequest:
     knows both.  ``reading`` are the engines that the ledger has charged for reading its hit,
     ``computing_tokens`` the tokens charged to its PE's computation.  ``wait`` is set once it has
     waited for the DE that caches its hit, ``decode_since_s`` is when it was placed on its DE.
+    While it ``waits_for_slots`` of its DE, nodes cannot read the tokens of ``waiting_reads``;
+    ``read_for`` is its PE from then until its reads are over, else empty.
     """
 
     __slots__ = (
         *("assignment", "cached_tokens", "computing_tokens", "decode_since_s", "decode_tokens"),
+        *("read_for", "waiting_reads", "waits_for_slots"),
         *("engines", "number", "prefill_tokens", "prefilled", "reading", "reasons", "request"),
         *("request_id", "wait"),
     )
@@ -100,6 +103,9 @@ class LiveRequest:
         self.computing_tokens = 0
         self.decode_since_s: float | None = None
         self.wait: KvWait | None = None
+        self.waiting_reads: dict[int, int] = {}
+        self.read_for = ""
+        self.waits_for_slots = False
 
     def place(self, role: Role, engine_id: str, reason: str) -> None:
         """Note the engine of a role; the caller charges the ledger."""

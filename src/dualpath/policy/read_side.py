@@ -16,18 +16,27 @@ computes it.
 prefilled when its hits are in DRAM and its PE is free.  If r tokens are read per second behind q
 queued ones, c computed, and the PE is busy for w seconds, then loading x of u unread hit tokens
 ends the prefill max(w, (q + x) / r) + (u - x) / c from now, without any wait for reads at x = 0.
-That is piecewise linear, so the best x is one of three: all; none; or the tokens that are read
-anyway while the PE is busy, x = w r - q.  The head is loaded and the tail recomputed, because
-recomputed tokens attend to all tokens before them.
+The best x is all; none; the tokens that are read anyway while the PE is busy, x = w r - q; or, if
+that is more, the fewest that leave no more than ``recompute_limit_s`` to compute.  The head is
+loaded and the tail recomputed, because recomputed tokens attend to all tokens before them.
 
-- r is the speed behind α, of either node; c is that behind β on *appended* tokens, at the turn that
-  β is stated for, the typical one or the longest that fits the model's context: a computed token
-  counts as ``computed_weight`` prompt tokens.  Longer appends and shorter contexts are computed
-  faster than that, so that too much is loaded rather than recomputed.
-- How long the PE is busy follows from the tokens that it computes for earlier requests, with that
-  weight.  Their loads delay nothing there: of tok_e, their prompts, most are hits.
-- Recomputed tokens count with that weight in the PE's load; else one long reading queue would send
+- r is the speed behind α, of either node; c is that behind β, with ``recompute_weight``: a token
+  takes longer the more tokens are before it.  The end is concave in x all the same where reads take
+  longer than the PE is busy, so that no other x is better.  Where engines report no such weight,
+  each token counts ``computed_weight``: that of a token that is appended at the turn that β is
+  stated for, more than the tokens of shorter contexts and longer appends take.
+- How long the PE is busy follows from the tokens that it computes for requests with slots, each
+  counted with ``computed_weight``.  Their loads delay nothing there: of tok_e, their prompts, most
+  are hits.
+- Recomputed tokens count with their weight in the PE's load; else one long reading queue would send
   all requests to PEs at once.
+- A PE that recomputes is not free for the requests whose reads are before this one's.  So they
+  count as well: what is saved must be more than what they wait, if their reads end at equal
+  intervals until q is read.  Without that, clusters where storage and PEs are equally busy lost 2
+  to 4 %.
+- q leaves out the reads of requests that wait for slots of their DE: they cannot begin.  A request
+  of which hits are to be recomputed is planned again when its own slots are granted, since what was
+  queued before it may be read by then.
 - Only DualPath and Split recompute.  Basic, Layerwise and Round robin are the baselines, and Oracle
   reads nothing.  If α or β is unlimited, or 0, it implies no rate: everything is loaded.
 
@@ -68,12 +77,14 @@ one as it stands.  A new input from engines is a field of ``core.control.Load``,
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Handover, Mode
+from dualpath.core.rates import RecomputeWeight
 from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.policy.accounts import COMPUTING, FREE_HBM, NODE, SEQ, EngineAccount, Ledger
@@ -90,6 +101,9 @@ from dualpath.policy.events import (
     UNLIMITED_TOKENS,
     SchedulerSettings,
 )
+from dualpath.policy.placement import LiveRequest
+
+K = TypeVar("K", int, str)
 
 #: The rules, and the one of each mode.
 NO_READS, PE_READS, SIDES_IN_TURN, SHORTER_QUEUE, BOTH_SIDES = range(5)
@@ -393,37 +407,36 @@ def pe_charged_less(pe_total: int, pe_rate: float, de_total: int, de_rate: float
 # ------------------------------------------------------------------------ recomputation
 
 
-def weight_tokens(recomputed_tokens: int, computed_weight: float) -> int:
-    """Return the number of prompt tokens that are as much work as recomputed hit tokens."""
-    return int(recomputed_tokens * computed_weight)
-
-
-def more_weight(before_tokens: int, after_tokens: int, computed_weight: float) -> int:
-    """Return how much more a request counts at its PE if more of its hit is recomputed."""
-    before = weight_tokens(before_tokens, computed_weight)
-    return weight_tokens(after_tokens, computed_weight) - before
+def weight_tokens(hit_tokens: int, recomputed_tokens: int, weight: RecomputeWeight) -> int:
+    """Return how many prompt tokens are as much work as those recomputed at the end of a hit."""
+    return int(weight.tokens(hit_tokens - recomputed_tokens, recomputed_tokens))
 
 
 def recompute_tokens(
     rule: int,
+    cached_tokens: int,
     unread_tokens: int,
     computing_tokens: int,
     pe_queue: int,
     de_queue: int,
+    reading_requests: int,
     alpha_tokens: int,
     beta_tokens: int,
     computed_weight: float,
+    weight: RecomputeWeight,
     limit_s: float,
     block_tokens: int,
 ) -> int:
     """Return how many tokens at the end of a hit are recomputed, 0 if loading is as fast.
 
-    ``unread_tokens`` of the hit are in neither engine's DRAM, ``computing_tokens`` are those that
-    its PE has to compute of requests before it, ``*_queue`` are the reading queues of both nodes.
-    Recomputing takes ``limit_s`` at most; 0 recomputes nothing.  Compiles with numba as it stands.
+    The engines have the first ``cached_tokens`` of the hit in DRAM, and none of the
+    ``unread_tokens`` behind them.  ``computing_tokens`` are those that the PE has to compute of
+    requests before it, ``*_queue`` are what both nodes read before it, ``reading_requests`` how
+    many requests of the PE are read meanwhile.  Recomputing takes ``limit_s`` at most; 0 recomputes
+    nothing.
     """
-    least, most = min(alpha_tokens, beta_tokens), max(alpha_tokens, beta_tokens)
-    unknown = least <= 0 or most >= UNLIMITED_TOKENS
+    slowest, fastest = min(alpha_tokens, beta_tokens), max(alpha_tokens, beta_tokens)
+    unknown = slowest <= 0 or fastest >= UNLIMITED_TOKENS
     if limit_s <= 0 or unknown or (rule != SHORTER_QUEUE and rule != BOTH_SIDES):
         return 0
     prompt_per_s, read_per_s = beta_tokens / BETA_S, alpha_tokens / ALPHA_S
@@ -432,13 +445,32 @@ def recompute_tokens(
         queue, read_per_s = pe_queue + de_queue, 2 * read_per_s
     wait_s = computing_tokens * computed_weight / prompt_per_s
     meanwhile = min(max(int(min(wait_s * read_per_s, 1e15)) - queue, 0), unread_tokens)
-    loaded, end_s = unread_tokens, max(wait_s, (queue + unread_tokens) / read_per_s)
-    for tokens in (meanwhile // block_tokens * block_tokens, 0):
-        compute_s = weight_tokens(unread_tokens - tokens, computed_weight) / prompt_per_s
+    hit_tokens = cached_tokens + unread_tokens
+    within_limit = min(weight.most_before(hit_tokens, limit_s * prompt_per_s), unread_tokens)
+    least = holding_blocks(unread_tokens - within_limit, block_tokens) * block_tokens
+    queue_s, reading = queue / read_per_s, reading_requests
+    # The end for this request, and the time that all requests before it wait for the PE.
+    loaded, least_s = unread_tokens, max(wait_s, (queue + unread_tokens) / read_per_s)
+    least_s += delay_s(reading, queue_s, wait_s)
+    for tokens in (meanwhile // block_tokens * block_tokens, min(least, unread_tokens), 0):
+        recomputed = weight.tokens(cached_tokens + tokens, unread_tokens - tokens)
+        compute_s = recomputed / prompt_per_s
         load_s = (queue + tokens) / read_per_s if tokens else 0.0
-        if compute_s <= limit_s and max(wait_s, load_s) + compute_s < end_s:
-            loaded, end_s = tokens, max(wait_s, load_s) + compute_s
+        end_s = max(wait_s, load_s) + compute_s
+        total_s = end_s + delay_s(reading, queue_s, end_s)
+        if compute_s <= limit_s and total_s < least_s:
+            loaded, least_s = tokens, total_s
     return unread_tokens - loaded
+
+
+def delay_s(requests: int, queue_s: float, busy_s: float) -> float:
+    """Return for how long requests together wait for a PE that is busy for ``busy_s``.
+
+    Their reads end at equal intervals until ``queue_s`` from now.
+    """
+    if busy_s < queue_s:
+        return requests * busy_s**2 / (2 * queue_s)
+    return requests * (busy_s - queue_s / 2)
 
 
 # ------------------------------------------------------------------------ append at the DE
@@ -486,11 +518,13 @@ class HitSource(NamedTuple):
     recompute_tokens: int
     unstored_tokens: int
 
-    def recomputing_more(self, tokens: int) -> "HitSource":
-        """Return the source of a hit that is longer by ``tokens``, which are recomputed."""
-        recomputed = self.recompute_tokens + tokens
-        reason = READ_REASONS[RECOMPUTE] if recomputed else self.reason
-        return self._replace(reason=reason, recompute_tokens=recomputed)
+
+def _subtract(counts: Counter[K], key: K, count: int) -> None:
+    """Subtract from a count, of which nothing is left when it is 0."""
+    counts[key] -= count
+    assert counts[key] >= 0, f"{key}: {counts[key]}"
+    if not counts[key]:
+        del counts[key]
 
 
 class HitSources:
@@ -504,6 +538,49 @@ class HitSources:
         self._ledger = ledger
         self._rule = RULES[settings.mode]
         self._sides = SidesInTurn()
+        #: By node: tokens in its reading queue that cannot be read before slots are granted.
+        self._waiting: Counter[int] = Counter()
+        #: By PE: what it is to compute of requests that wait for slots of their DE.
+        self._waiting_computing: Counter[str] = Counter()
+        #: By PE: its requests with slots of which the reads are not over.
+        self._reading: Counter[str] = Counter()
+
+    def wait_for_slots(self, live: LiveRequest, reads: Mapping[str, int]) -> None:
+        """A request waits for slots of its DE; ``reads`` are the tokens that its engines read."""
+        live.waits_for_slots = True
+        self._waiting_computing[live.engines[Role.PREFILL]] += live.computing_tokens
+        for engine_id, tokens in reads.items():
+            node = self._ledger.engines[engine_id].account(NODE)
+            live.waiting_reads[node] = live.waiting_reads.get(node, 0) + tokens
+            self._waiting[node] += tokens
+
+    def set_computing(self, live: LiveRequest, engine_id: str, tokens: int) -> None:
+        """Charge so many tokens to compute to a request's engine in place of those before."""
+        more = tokens - live.computing_tokens
+        self._ledger.charge_computing(engine_id, more)
+        if live.waits_for_slots:
+            self._waiting_computing[engine_id] += more
+        live.computing_tokens = tokens
+
+    def reads_begin(self, live: LiveRequest) -> None:
+        """A request has slots and is read, if anything of its hit is."""
+        self.reads_over(live)
+        if live.reading and Role.PREFILL in live.engines:
+            live.read_for = live.engines[Role.PREFILL]
+            self._reading[live.read_for] += 1
+
+    def reads_over(self, live: LiveRequest) -> None:
+        """A request neither waits for slots nor is it read; idempotent."""
+        if live.waits_for_slots:
+            live.waits_for_slots = False
+            for node, tokens in live.waiting_reads.items():
+                _subtract(self._waiting, node, tokens)
+            live.waiting_reads = {}
+            engine_id = live.engines[Role.PREFILL]
+            _subtract(self._waiting_computing, engine_id, live.computing_tokens)
+        if live.read_for:
+            _subtract(self._reading, live.read_for, 1)
+            live.read_for = ""
 
     def cached_tokens(self, request: Request) -> dict[str, int]:
         """Return the tokens that joined engines cache and the mode can use, by engine.
@@ -608,13 +685,16 @@ class HitSources:
         hit_tokens += unstored
         recomputed = recompute_tokens(
             self._rule,
+            cached,
             hit_tokens - cached,
-            self._ledger.engines[engines[Role.PREFILL]].account(COMPUTING),
-            prefill.queue_tokens,
-            decode.queue_tokens,
+            self._computing_with_slots(engines[Role.PREFILL]),
+            self._queue_with_slots(engines[Role.PREFILL]),
+            self._queue_with_slots(engines[Role.DECODE]),
+            self._reading[engines[Role.PREFILL]],
             settings.alpha_tokens,
             settings.beta_tokens,
             settings.computed_weight,
+            settings.weight_of_recomputed,
             settings.recompute_limit_s,
             settings.block_tokens,
         )
@@ -664,6 +744,16 @@ class HitSources:
             caching = min(thirds, key=_least_to_read)
         rest = (third for third in thirds if third is not caching)
         return [caching, *heapq.nsmallest(most - 1, rest, key=_least_to_read)]
+
+    def _computing_with_slots(self, engine_id: str) -> int:
+        """Return the tokens that a PE computes of requests that have slots."""
+        computing = self._ledger.engines[engine_id].account(COMPUTING)
+        return max(computing - self._waiting_computing[engine_id], 0)
+
+    def _queue_with_slots(self, engine_id: str) -> int:
+        """Return the tokens that an engine's node reads before it reads what has no slots yet."""
+        node = self._ledger.engines[engine_id].account(NODE)
+        return max(self._ledger.node_read_q[node] - self._waiting[node], 0)
 
     def _reader(self, engine_id: str, cached_tokens: Mapping[str, int]) -> Reader:
         engine = self._ledger.engines[engine_id]

@@ -76,6 +76,7 @@ from dualpath.policy.events import (
     Fetch,
     Finished,
     PrefillEnded,
+    ReadsBegin,
     ReadsDone,
     SchedulerSettings,
     SetThresholds,
@@ -88,7 +89,6 @@ from dualpath.policy.read_side import (
     UNLIMITED_BLOCKS,
     HitSource,
     HitSources,
-    more_weight,
     tokens_of,
     weight_tokens,
 )
@@ -132,6 +132,9 @@ class RequestScheduler:
                 return self._submit(event.request)
             case SlotsGranted():
                 return self._slots_granted(event)
+            case ReadsBegin():
+                if (live := self._live.get(event.request_id)) is not None:
+                    self._reads_begin(live, late=event.late)
             case ReadsDone():
                 if (live := self._live.get(event.request_id)) is not None:
                     self._end_reads(live)
@@ -157,6 +160,11 @@ class RequestScheduler:
         return NO_EFFECTS
 
     # ------------------------------------------------------------------ state
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether hits may be recomputed, so that ``ReadsBegin`` is needed."""
+        return self._settings.recompute_limit_s > 0
 
     @property
     def waiting(self) -> int:
@@ -384,7 +392,7 @@ class RequestScheduler:
     def _assign_pair(self, live: LiveRequest, source: HitSource) -> Assignment:
         """Charge a request to both of its engines."""
         prefill_engine, decode_engine = live.engines[Role.PREFILL], live.engines[Role.DECODE]
-        weight = weight_tokens(source.recompute_tokens, self._settings.computed_weight)
+        weight = self._recompute_weight(live, source.recompute_tokens)
         self._ledger.assign(prefill_engine, live.request_id, weight)
         self._ledger.assign(decode_engine, live.request_id)
         reads = self._read_tokens(live, source)
@@ -393,6 +401,7 @@ class RequestScheduler:
         for side, tokens in reads.items():
             if tokens:
                 self._ledger.charge_read(live.engines[side], live.request_id, tokens)
+        self._sources.wait_for_slots(live, {live.engines[side]: n for side, n in reads.items()})
         live.assignment = Assignment(
             request_id=live.request_id,
             prefill_engine=prefill_engine,
@@ -413,6 +422,11 @@ class RequestScheduler:
         self._unassigned -= 1
         self._charge_computing(live, source)
         return live.assignment
+
+    def _recompute_weight(self, live: LiveRequest, recompute_tokens: int) -> int:
+        """Return how much more a request counts at its PE, which recomputes the end of its hit."""
+        weight = self._settings.weight_of_recomputed
+        return weight_tokens(live.request.hit_tokens, recompute_tokens, weight)
 
     def _thirds_change(self, assignment: Assignment, grant: SlotsGranted) -> bool:
         """Whether third DEs may serve reads from now on, or do not serve what is planned."""
@@ -446,14 +460,33 @@ class RequestScheduler:
         live = self._live.get(grant.request_id)
         if live is None or live.assignment is None or live.prefilled:
             return NO_EFFECTS
+        self._sources.reads_over(live)
+        effects = self._plan_again(live, live.assignment, grant)
+        self._sources.reads_begin(live)
+        return effects
+
+    def _plan_again(
+        self, live: LiveRequest, assignment: Assignment, grant: SlotsGranted
+    ) -> Effects:
+        """Plan a request's reads again if they differ from what was known at its assignment."""
         cached = {Role.PREFILL: grant.prefill_blocks, Role.DECODE: grant.decode_blocks}
-        assignment = live.assignment
         found = all(cached[side] >= assignment.cached_end(side) for side in Role)
-        if found and not self._thirds_change(assignment, grant):
+        again = assignment.recompute_tokens or self._thirds_change(assignment, grant)
+        if found and not again:
             return NO_EFFECTS
-        if live.assignment.prefill_engine is None:
-            return Effects((self._read_at_decode(live, live.assignment, cached[Role.DECODE]),))
-        return Effects((self._replan(live, live.assignment, cached, grant),))
+        if assignment.prefill_engine is None:
+            return Effects((self._read_at_decode(live, assignment, cached[Role.DECODE]),))
+        return Effects((self._replan(live, assignment, cached, grant),))
+
+    def _reads_begin(self, live: LiveRequest, *, late: bool) -> None:
+        if live.assignment is None or live.assignment.prefill_engine is None or live.prefilled:
+            return
+        self._sources.reads_over(live)
+        if late:
+            charges = map(live.assignment.at, Role)
+            self._sources.wait_for_slots(live, {c.engine_id: c.read_tokens for c in charges})
+        else:
+            self._sources.reads_begin(live)
 
     def _read_at_decode(self, live: LiveRequest, old: Assignment, cached_blocks: int) -> Assignment:
         """Let the DE of a request without a PE read what it has evicted of the stored hit."""
@@ -489,7 +522,7 @@ class RequestScheduler:
             self._ledger.change_read(third.engine_id, old.request_id, -third.read_tokens)
         self._release_thirds(live)
         self._set_computing(live, 0)
-        hit_tokens = live.request.hit_tokens - old.recompute_tokens
+        hit_tokens = live.request.hit_tokens
         most_tokens, block_tokens = hit_tokens + old.unstored_tokens, self._settings.block_tokens
         in_hbm = old.handover is Handover.HBM
         slots = old.blocks_at(Role.DECODE) if in_hbm else UNLIMITED_BLOCKS
@@ -506,10 +539,8 @@ class RequestScheduler:
             use_thirds=grant.use_thirds,
             third_reads=grant.third_reads,
         )
-        source = source.recomputing_more(old.recompute_tokens)
-        more = more_weight(
-            old.recompute_tokens, source.recompute_tokens, self._settings.computed_weight
-        )
+        before = self._recompute_weight(live, old.recompute_tokens)
+        more = self._recompute_weight(live, source.recompute_tokens) - before
         reads = self._read_tokens(live, source)
         new = msgspec.structs.replace(
             old,
@@ -550,14 +581,14 @@ class RequestScheduler:
         if engine is None and live.assignment is not None:
             engine = live.assignment.decode_engine
         if engine is not None:
-            self._ledger.charge_computing(engine, tokens - live.computing_tokens)
-        live.computing_tokens = tokens
+            self._sources.set_computing(live, engine, tokens)
 
     def _end_reads(self, live: LiveRequest) -> None:
         """Release the reads that are uncounted."""
         for engine_id in live.reading:
             self._ledger.release_read(engine_id, live.request_id)
         live.reading = ()
+        self._sources.reads_over(live)
 
     def _end_prefill(self, live: LiveRequest) -> None:
         if live.assignment is not None and not live.prefilled:
@@ -657,6 +688,7 @@ class RequestScheduler:
             alpha_tokens=thresholds.alpha_tokens,
             beta_tokens=thresholds.beta_tokens,
             computed_weight=thresholds.computed_weight,
+            recompute_weight=thresholds.recompute_weight,
         )
         self._sources.settings = self._settings
         alpha_tokens = effective_alpha_tokens(self._settings)

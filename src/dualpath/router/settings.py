@@ -53,10 +53,10 @@ AllowedHosts = Annotated[
     ),
 ]
 RecomputeLimit = Annotated[
-    float,
+    float | None,
     Setting(
         "recompute a hit if loading it takes longer than recomputing, up to this many seconds "
-        "and at most read_deadline_s; 0: load all hits",
+        "and at most read_deadline_s; 0: load all hits; none: 10 in mode split, 0 in others",
         ge=0,
     ),
 ]
@@ -230,7 +230,7 @@ class RouterSettings(Settings, frozen=True):
     read_deadline_s: Annotated[
         float, Setting("an engine aborts a slower storage read; the rest is recomputed", gt=0)
     ] = 60.0
-    recompute_limit_s: RecomputeLimit = 0.0
+    recompute_limit_s: RecomputeLimit = None
     append_at_decode_tokens: AppendAtDecode = 0
     engine_groups: EngineGroups = "role"
     handover: HandoverSetting = Handover.BUFFER

@@ -8,6 +8,7 @@ from dualpath.core.blocks import BlockGeometry, slices_of
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Handover, Mode
 from dualpath.engine.settings import EngineSettings
+from dualpath.policy.events import RECOMPUTE_LIMIT_S
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.node_dram import page_rounded
@@ -36,6 +37,8 @@ SLOW_COSTS = msgspec.structs.replace(
     decode=DecodeCosts(step_s=0.6),
     prefill_tokens_per_s=25.0,
 )
+#: With it both nodes together read fewer tokens per second than a PE with ``COSTS`` computes.
+_RECOMPUTING_ALPHA = 6000
 #: By KV heads: equal layers, layers of two parts, and different layers, one of them a window layer.
 _LAYER_PARTS = {
     1: ("8*3", "16+8*3", "24,8+8@6,8"),
@@ -193,6 +196,11 @@ _LARGE_BUFFER_BLOCKS = 192
 _SWITCH_S = 30.0
 
 
+def recomputes(seed: int) -> bool:
+    """Whether hits are recomputed where that takes less time, in modes that do."""
+    return seed // 3 % 4 == 1
+
+
 def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSettings:
     """Draw a cluster in which requests survive this number of ``faults`` within their deadline."""
     chance = world.chance
@@ -213,6 +221,9 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         dram_tier=world.seed % 7 != 5,
         append_at_decode_tokens=_append_tokens(world.seed),
         handover=handover_of_seed(world.seed),
+        # Elsewhere no engine knows how fast storage is, so that no hit is recomputed.
+        alpha_tokens=_RECOMPUTING_ALPHA if recomputes(world.seed) else None,
+        recompute_limit_s=RECOMPUTE_LIMIT_S if recomputes(world.seed) else None,
     )
     tensor_parallel, front_ends = _tensor_parallel(world.seed), _front_ends(world.seed)
     geometries = GEOMETRIES[tensor_parallel.kv_heads]

@@ -339,9 +339,6 @@ class EngineAttempt(AttemptChannel):
         self._placed = True
         prefill_engine = None if self._appends else self._prefill_engine
         self._listener.notify(Placed(prefill_engine, self._decode_engine))
-        recomputed = self._assignment.recompute_tokens
-        if recomputed:
-            self._count_recomputed(recomputed, FASTER)
 
     def _assigned_to(self, assignment: Assignment) -> None:
         """Take an assignment, or its re-planned reads."""
@@ -367,7 +364,7 @@ class EngineAttempt(AttemptChannel):
         runs = self._assignment.reads
         if self._appends:
             received, outcomes = await self._reserve_and_read(runs, pe_idle=True)
-        elif any(run.cached or run.side is Role.PREFILL for run in runs):
+        elif self._may_be_replanned or any(run.side is Role.PREFILL for run in runs):
             received, outcomes = await self._reserve_and_read(runs, pe_idle=False)
         else:
             # A PE that gets no slots in any case need not wait for the DE's slots and reads.
@@ -386,8 +383,16 @@ class EngineAttempt(AttemptChannel):
             loaded_hits = await self._read_windows(loaded_hits)
             self._short_reason = short
             self._recompute(self._wanted_blocks - loaded_hits.hit_blocks, short)
+        if recomputed := self._assignment.recompute_tokens:
+            self._count_recomputed(recomputed, FASTER)
         scheduler.dispatch.reads_done(self.attempt_id)
         return loaded_hits
+
+    @property
+    def _may_be_replanned(self) -> bool:
+        """Whether reads are planned again when the DE has granted slots."""
+        assignment = self._assignment
+        return bool(assignment.recompute_tokens) or any(run.cached for run in assignment.reads)
 
     def _check_whole(self, hit_blocks: int, short: str | None) -> None:
         """Raise ``HitLostError`` if the DE has not got the whole hit behind which it appends."""
@@ -424,8 +429,10 @@ class EngineAttempt(AttemptChannel):
                 blocks = hit_run.count
             read = self._read_at_decode(runs, announced=not pe_idle)
             granted = await self._reserve(self._decode_engine, blocks, [hit_run], read)
-        if granted.read is None and any(run.cached for run in runs):
+        if granted.read is None and self._may_be_replanned:
             runs = self._slots_granted(granted.cached_blocks)
+        elif granted.read is None:
+            self._scheduler.dispatch.slots_known(self.attempt_id)
         hit_blocks = _hit_blocks(runs)
         self._whole_from = self._scheduler.geometry.whole_from(hit_blocks)
         slots, cached = granted.slots, min(granted.cached_blocks, hit_blocks)
@@ -458,7 +465,8 @@ class EngineAttempt(AttemptChannel):
         if it is no single run.
         """
         own = [run for run in side_of(runs, Role.DECODE) if not run.cached]
-        if len(own) != 1 or any(run.cached and run.side is Role.PREFILL for run in runs):
+        at_prefill = any(run.cached and run.side is Role.PREFILL for run in runs)
+        if len(own) != 1 or at_prefill or self._assignment.recompute_tokens:
             return None
         cached = max((run.blocks.end for run in runs if run.cached), default=0)
         return self._grant_read(self._decode_engine, own[0], 0, cached, announced=announced)
@@ -503,7 +511,6 @@ class EngineAttempt(AttemptChannel):
             )
         )
         if replanned is not None:
-            more = replanned.recompute_tokens - self._assignment.recompute_tokens
             self._scheduler.metrics.reads_replanned(self._assignment, replanned)
             expected_blocks = self._found_blocks
             self._assigned_to(replanned)
@@ -512,8 +519,6 @@ class EngineAttempt(AttemptChannel):
                     f"engine {decode} has evicted hit blocks that are not stored, behind which it "
                     "was to compute; the next attempt has a prefill engine"
                 )
-            if more:
-                self._count_recomputed(more, FASTER)
         return self._assignment.reads
 
     async def _load_at_prefill(self, runs: list[HitRun]) -> list[RunRead]:

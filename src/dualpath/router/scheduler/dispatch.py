@@ -37,6 +37,7 @@ from dualpath.policy.events import (
     Fetch,
     Finished,
     PrefillEnded,
+    ReadsBegin,
     ReadsDone,
     SetThresholds,
     SlotsGranted,
@@ -272,6 +273,14 @@ class Dispatch:
         """An engine is about to count the reads of a request, or they wait for its slots."""
         if (share := self._share(request_id, engine_id)) is not None:
             share.reading = begins
+        assignment = self._assignment(request_id)
+        if assignment is not None and engine_id == assignment.decode_engine:
+            self.slots_known(request_id, late=not begins)
+
+    def slots_known(self, request_id: str, *, late: bool = False) -> None:
+        """A request's DE has granted its slots, or waits for them (``late``)."""
+        if self._scheduler.recomputes:
+            self._apply(ReadsBegin(request_id, late))
 
     def reads_done(self, request_id: str) -> None:
         """All storage reads of a request are done."""

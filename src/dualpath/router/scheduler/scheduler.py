@@ -30,7 +30,7 @@ from dualpath.core.modes import DEFAULT_MODE, Handover, Mode
 from dualpath.core.session_hints import SessionHints
 from dualpath.node.cluster_secret import load_secret
 from dualpath.node.host_process import has_exited
-from dualpath.policy.events import Assignment, SchedulerSettings
+from dualpath.policy.events import RECOMPUTE_LIMIT_S, Assignment, SchedulerSettings
 from dualpath.policy.rebalance import RoleQueue
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.policy.session_warmth import SessionName, WarmthSettings
@@ -499,7 +499,7 @@ class Scheduler:
             beta_tokens=thresholds.beta_tokens,
             computed_weight=thresholds.computed_weight,
             block_tokens=self.block_tokens,
-            recompute_limit_s=min(self.settings.recompute_limit_s, self.settings.read_deadline_s),
+            recompute_limit_s=self._recompute_limit_s(),
             append_at_decode_tokens=self._append_at_decode_tokens(),
             handover=self._handover(),
             third_engine_reads=self.settings.third_engine_reads,
@@ -515,6 +515,14 @@ class Scheduler:
             self.clock,
             self.role_policy,
         )
+
+    def _recompute_limit_s(self) -> float:
+        """Return the setting, bounded by the deadline of reads; by default that of the mode."""
+        limit_s = self.settings.recompute_limit_s
+        if limit_s is None:
+            split = (self.registry.mode or DEFAULT_MODE) is Mode.SPLIT
+            limit_s = RECOMPUTE_LIMIT_S if split else 0.0
+        return min(limit_s, self.settings.read_deadline_s)
 
     def _append_at_decode_tokens(self) -> int:
         """Return the setting; 0 in a model with window layers.

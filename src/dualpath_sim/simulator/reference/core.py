@@ -249,7 +249,9 @@ class ReferenceCore:
         self._block_tokens = cluster.block_tokens
         self._kinds = layer_kinds(setup)
         self._oracle = setup.mode is Mode.ORACLE
-        self._thirds_serve = scheduler_settings(setup, self._limits).third_engine_reads > 0
+        settings = scheduler_settings(setup, self._limits)
+        self._thirds_serve = settings.third_engine_reads > 0
+        self._recomputes = settings.recompute_limit_s > 0
         self._resident = not setup.mode.layerwise
         self._layers = setup.model.layers
         self._overlap_passes = cluster.overlap_passes
@@ -360,7 +362,7 @@ class ReferenceCore:
 
     def _de_buffer_granted(self, r: int, flight: Flight, adopted_blocks: int) -> None:
         self._adopted(flight, Role.DECODE, adopted_blocks)
-        if any(flight.cached_tokens.values()) or self._thirds_serve:
+        if any(flight.cached_tokens.values()) or self._thirds_serve or self._recomputes:
             flight = self._replanned(r, flight, adopted_blocks)
         flight = self._thirds_reserved(r, flight, adopted_blocks)
         if flight.own_blocks:
