@@ -23,7 +23,7 @@ def address(engine_id: str, *regions: RegionAddress) -> EngineAddress:
 
 def test_an_unreachable_peer_does_not_affect_others() -> None:
     fabric = InProcessFabric()
-    peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric), VIEWS)
+    peers = Peers(InProcessTransport("pe-0-1", fabric), VIEWS)
     InProcessTransport("de-1-1", fabric)
     for peer in (address("de-0"), address("de-1")):
         peers.up(peer)
@@ -34,7 +34,7 @@ def test_an_unreachable_peer_does_not_affect_others() -> None:
 
 def test_an_unreachable_peer_is_connected_when_it_is_needed() -> None:
     fabric = InProcessFabric()
-    peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric), VIEWS)
+    peers = Peers(InProcessTransport("pe-0-1", fabric), VIEWS)
     peers.up(address("de-0"))
     InProcessTransport("de-0-1", fabric)
     assert peers.agents_of("de-0", "1") == ("de-0-1",)
@@ -61,7 +61,7 @@ def test_ranks_and_agents_are_paired_whatever_their_numbers() -> None:
 
 def test_a_peer_with_other_blocks_is_refused_and_does_not_affect_others() -> None:
     fabric = InProcessFabric()
-    peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric), VIEWS)
+    peers = Peers(InProcessTransport("pe-0-1", fabric), VIEWS)
     for agent in ("de-0-1", "de-1-1"):
         InProcessTransport(agent, fabric)
     full = GEOMETRY.full_block_bytes
@@ -91,7 +91,7 @@ class CountingTransport(InProcessTransport):
 def test_connections_outlast_a_session_until_their_peers_were_not_announced_for_a_while() -> None:
     fabric = InProcessFabric()
     transport = CountingTransport("pe-0-1", fabric)
-    peers = Peers(Role.PREFILL, transport, VIEWS)
+    peers = Peers(transport, VIEWS)
     for number in range(2):
         InProcessTransport(f"de-{number}-1", fabric)
         peers.up(address(f"de-{number}"))
@@ -111,7 +111,7 @@ def test_connections_outlast_a_session_until_their_peers_were_not_announced_for_
 def test_the_connection_to_a_former_process_is_closed_when_the_next_one_is_named() -> None:
     fabric = InProcessFabric()
     transport = CountingTransport("pe-0-1", fabric)
-    peers = Peers(Role.PREFILL, transport, VIEWS)
+    peers = Peers(transport, VIEWS)
     for agent in ("de-0-1", "de-0-2"):
         InProcessTransport(agent, fabric)
     peers.up(address("de-0"))

@@ -70,11 +70,21 @@ class LiveRequest:
     knows both.  ``reading`` are the engines that the ledger has charged for reading its hit,
     ``computing_tokens`` the tokens charged to its PE's computation.  ``wait`` is set once it has
     waited for the DE that caches its hit, ``decode_since_s`` is when it was placed on its DE.
+    ``moving_to`` is the DE that fetches its KV, empty if none does.
     """
 
     __slots__ = (
         *("assignment", "cached_tokens", "computing_tokens", "decode_since_s", "decode_tokens"),
-        *("engines", "number", "prefill_tokens", "prefilled", "reading", "reasons", "request"),
+        *(
+            "engines",
+            "moving_to",
+            "number",
+            "prefill_tokens",
+            "prefilled",
+            "reading",
+            "reasons",
+            "request",
+        ),
         *("request_id", "wait"),
     )
 
@@ -100,6 +110,7 @@ class LiveRequest:
         self.computing_tokens = 0
         self.decode_since_s: float | None = None
         self.wait: KvWait | None = None
+        self.moving_to = ""
 
     def place(self, role: Role, engine_id: str, reason: str) -> None:
         """Note the engine of a role; the caller charges the ledger."""
