@@ -183,7 +183,7 @@ def test_slots_for_a_fetch_are_granted_at_once_or_not_at_all(story: Story) -> No
     story.prefill()
     story.target.assign("large", 1, 11)
     story.fetch()
-    assert "5 of 16 free" in (story.fetched().failure or "")
+    assert "5 of the 16 blocks of its buffer are free for 6" in (story.fetched().failure or "")
     story.release(story.target)
     story.release(story.target, "large")
     # A reservation that waits is not overtaken, even if the fetch would fit.

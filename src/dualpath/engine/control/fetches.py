@@ -130,8 +130,8 @@ class Fetches:
         grant = self._buffer.grant_now(request.request_id, blocks, shared)
         if grant is None:
             raise TransportError(
-                f"it has {blocks} blocks, and the buffer has {self._buffer.free} of "
-                f"{self._buffer.capacity} free, or requests wait for them; raise buffer_bytes"
+                f"{self._buffer.free} of the {self._buffer.capacity} blocks of its buffer are free "
+                f"for {blocks}, or requests wait for them; raise buffer_bytes"
             )
         self._granted(grant)
         slots = grant.slots[grant.cached :]

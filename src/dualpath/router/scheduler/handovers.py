@@ -90,8 +90,8 @@ class Handovers:
         self._last: dict[str, str] = {}
         #: By name: the engine at which a second leg waits, and what it waits for.
         self._waiting: dict[str, tuple[str, asyncio.Future[Offered]]] = {}
-        #: Attempts of which the KV is being moved, by their own names.
-        self._moving: dict[str, Offered] = {}
+        #: Attempts of which the KV is being moved, and to which engine, by their own names.
+        self._moving: dict[str, tuple[Offered, str]] = {}
         #: Names of attempts with a running first leg, and the name of each attempt's handover.
         self._first_legs: dict[str, int] = {}
         self._handover_of: dict[str, str] = {}
@@ -103,8 +103,14 @@ class Handovers:
 
     @property
     def offered(self) -> list[Offered]:
-        """The attempts that wait for their second legs, or are moved for them."""
-        return [*(offer.offered for offer in self._offers.values()), *self._moving.values()]
+        """The attempts that wait for their second legs."""
+        return [offer.offered for offer in self._offers.values()]
+
+    @property
+    def moves(self) -> list[tuple[str, str]]:
+        """The moves under way: the decode engines from which and to which KV is moved."""
+        moving = self._moving.values()
+        return [(offered.decode_engine.engine_id, target) for offered, target in moving]
 
     def first_leg_began(self, name: str, attempt_id: str) -> None:
         """An attempt begins that will be offered under this name."""
@@ -184,7 +190,7 @@ class Handovers:
 
         If the move is cancelled or an engine is lost, the attempt is closed.
         """
-        self._moving[offered.attempt_id] = offered
+        self._moving[offered.attempt_id] = offered, engine_id
         moved, reason = False, f"its second leg at engine {engine_id} was cancelled"
         try:
             moved = await offered.move(engine_id)
