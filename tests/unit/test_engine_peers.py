@@ -5,6 +5,7 @@ import pytest
 from tests.engine_harness import GEOMETRY
 
 from dualpath.core.cluster import AgentAddress, EngineAddress, RegionAddress, Role
+from dualpath.core.control import PeerDown
 from dualpath.core.errors import TransportError
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION
 from dualpath.engine.control.peers import UNANNOUNCED_S, Peers
@@ -16,9 +17,9 @@ SIZE = GEOMETRY.bytes_of(0)
 VIEWS = PartViews(GEOMETRY, shared_layers([RegionInfo("hbm", 4096, SIZE, SIZE, 1)], GEOMETRY, 4))
 
 
-def address(engine_id: str, *regions: RegionAddress) -> EngineAddress:
+def address(engine_id: str, *regions: RegionAddress, role: Role = Role.DECODE) -> EngineAddress:
     agent = AgentAddress(f"{engine_id}-1", b"in-process", regions)
-    return EngineAddress(engine_id, "1", Role.DECODE, (agent,))
+    return EngineAddress(engine_id, "1", role, (agent,))
 
 
 def test_an_unreachable_peer_does_not_affect_others() -> None:
@@ -106,6 +107,21 @@ def test_connections_outlast_a_session_until_their_peers_were_not_announced_for_
     assert [peer.engine_id for peer in peers.known()] == ["de-0"]
     peers.expire(int(3 * UNANNOUNCED_S * 1e9))
     assert len(transport.events) == 3
+
+
+def test_a_decode_engine_connects_to_decode_engines_alone_and_only_prefill_engines_write() -> None:
+    fabric = InProcessFabric()
+    transport = CountingTransport("de-0-1", fabric)
+    peers = Peers(transport, VIEWS)
+    for name, role in (("pe-0", Role.PREFILL), ("de-1", Role.DECODE)):
+        InProcessTransport(f"{name}-1", fabric)
+        peers.up(address(name, role=role))
+    assert transport.events == ["+de-1-1"]
+    assert [writer.engine_id for writer in peers.writers()] == ["pe-0"]
+    for name in ("pe-0", "de-1"):
+        peers.down(PeerDown(name, "1", certain=False))
+    assert transport.events == ["+de-1-1", "-de-1-1"]
+    assert [writer.engine_id for writer in peers.writers()] == ["pe-0"], "it may still write"
 
 
 def test_the_connection_to_a_former_process_is_closed_when_the_next_one_is_named() -> None:

@@ -51,6 +51,12 @@ def test_kv_is_moved_to_the_decode_engine_that_gets_a_second_leg_or_the_leg_is_p
     assert count(lines, "a leg has failed") == 0
 
 
+def test_engines_of_several_ranks_move_kv_however_they_are_cut() -> None:
+    lines = stories([seed for seed in MOVES if seed % 4 == 2][:12])
+    assert count(lines, "world .* engines of . and . ranks") == 12
+    assert count(lines, "leg 2 at .*: transferred; leg-.*; moved from de-") > 3
+
+
 def test_decode_engines_that_are_killed_or_stopped_during_a_move_cost_no_answer() -> None:
     lines = stories(MOVES[:24], "kill or stop a decode engine of a move")
     assert count(lines, "leg 2 at .*: transferred; leg-.*; moved from de-") > 10

@@ -15,7 +15,7 @@ from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import expected, job, keys_of
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import PrefillDone, Sync
+from dualpath.core.control import PeerUp, PrefillDone, Sync
 from dualpath.core.errors import (
     BadRequestError,
     DeadlineError,
@@ -346,6 +346,16 @@ async def test_kv_of_a_second_leg_at_another_decode_engine_is_moved_there_or_the
         decoding.set()
         assert await second == Answer(expected(PROMPT, 6), None)
         await first
+        named = {
+            name: [
+                all(agent.metadata for agent in message.address.agents)
+                for message in every.made.engines[name].received
+                if isinstance(message, PeerUp) and message.address.role is Role.DECODE
+            ]
+            for name in ("d0", "d1")
+        }
+        # It connects to the one that it reads from, which needs to know nothing of it.
+        assert named == {"d0": [], "d1": [True] if moves else []}
         if moves:
             assert (every.passed_on, every.origins) == ([], ["; moved from d0"])
         else:

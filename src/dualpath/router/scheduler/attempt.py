@@ -867,7 +867,7 @@ class EngineAttempt(AttemptChannel):
     async def move(self, engine_id: str) -> str:
         """Move the prompt's KV to another DE, which serves the attempt then.
 
-        Return why it was not moved, empty if it was: then the KV is where it was.  It is tried
+        Return an empty text, or why the KV was not moved and stays where it is.  A move is tried
         once.  Raises ``EngineLostError`` if one of the DEs is lost or silent; the attempt has to be
         closed then.
         """
