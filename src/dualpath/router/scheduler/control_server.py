@@ -181,7 +181,7 @@ class NamedPeers:
             self._named.get(engine_id, {}).pop(process.id, None)
         if certain:
             self._knowing.pop(process.id, None)
-        return knowing
+        return sorted(knowing)  # The order of a set differs between runs of the router.
 
     def _bound(self, process_id: tuple[str, str]) -> None:
         """Remove unregistered engines, and processes that are not live, from full tables."""
