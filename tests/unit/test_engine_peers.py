@@ -112,7 +112,7 @@ def test_connections_outlast_a_session_until_their_peers_were_not_announced_for_
 def test_a_decode_engine_connects_to_decode_engines_alone_and_only_prefill_engines_write() -> None:
     fabric = InProcessFabric()
     transport = CountingTransport("de-0-1", fabric)
-    peers = Peers(transport, VIEWS)
+    peers = Peers(transport, None)
     for name, role in (("pe-0", Role.PREFILL), ("de-1", Role.DECODE)):
         InProcessTransport(f"{name}-1", fabric)
         peers.up(address(name, role=role))

@@ -27,7 +27,8 @@ class Peers:
     from another one.  So engines connect to DEs only, and only DEs have writers, which are PEs.  A
     peer that cannot be reached when it is announced does not affect others; its connection is
     retried when it is needed.  Rank ``rank`` of ``ranks`` connects only to its share of a peer's
-    agents.
+    agents.  ``views`` are those by which a PE addresses parts of blocks; a DE reads whole blocks of
+    other DEs, and has None.
 
     In each session a peer is announced before the first request that needs it.  Connections of the
     session before stay, as a forward pass may still use them; those of peers that are not
@@ -37,7 +38,7 @@ class Peers:
     def __init__(
         self,
         transport: Transport,
-        views: PartViews,
+        views: PartViews | None,
         threads: Threads = OS_THREADS,
         rank: int = 0,
         ranks: int = 1,
@@ -147,9 +148,11 @@ class Peers:
     def _connect_agent(self, engine_id: str, address: AgentAddress) -> None:
         agent = agent_info(address)
         buffers = (region for region in agent.regions if region.name == BUFFER_REGION)
+        views: list[RegionInfo] = []
         try:
-            views = [view for buffer in buffers for view in self._views.of(buffer)]
-            views += self._views.of_hbm([_region(view) for view in address.hbm])
+            if self._views is not None:
+                views += [view for buffer in buffers for view in self._views.of(buffer)]
+                views += self._views.of_hbm([_region(view) for view in address.hbm])
             self._transport.connect(agent, views)
         except ConfigError as error:
             raise TransportError(f"engine {engine_id}: {error}") from error
