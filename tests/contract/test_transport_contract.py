@@ -699,19 +699,14 @@ def test_memory_of_a_peer_that_cannot_be_mapped_is_reached_through_the_network()
 
 def test_memory_of_a_peer_is_not_pinned_for_copies_between_dram() -> None:
     """A decode engine with a GPU moves whole blocks out of another one's buffer."""
+    asked: list[object] = []
 
-    class Device:
-        """Counts what a GPU would do; nothing may be asked of it."""
+    def copy(*arguments: object) -> Transfer:
+        raise AssertionError("the processor copies between DRAM")
 
-        used = 0
-
-        def use(self, *arguments: object) -> Transfer:
-            self.used += 1
-            raise AssertionError("the processor copies between DRAM")
-
-    device, fabric = Device(), InProcessFabric()
+    fabric = InProcessFabric()
     networks = [InProcessTransport(name, fabric) for name in ("target", "source")]
-    copies = HbmCopies(device.use, device.use, device.use)
+    copies = HbmCopies(lambda *pinned: asked.append(pinned), asked.append, copy)
     memory = SharedMemoryTransport("target", this_process(), has_exited, copies)
     source = NearestTransport(open_shared_memory("source", fabric), networks[1])
     target = NearestTransport(memory, networks[0])
@@ -724,4 +719,4 @@ def test_memory_of_a_peer_is_not_pinned_for_copies_between_dram() -> None:
     assert here.piece(0) == there.piece(1)
     for transport in (target, source):
         transport.close()
-    assert device.used == 0
+    assert asked == []
