@@ -15,9 +15,16 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Handover
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.plan.bounds import link_bytes
-from dualpath.plan.movements import Link, Place
+from dualpath.plan.movements import MOVE_PROMPT, Link, Place
 from dualpath.plan.order import waits_for
-from dualpath.plan.steps import PromptLayout, Step, append_plan, generated_steps, whole_plan
+from dualpath.plan.steps import (
+    PromptLayout,
+    Step,
+    append_plan,
+    generated_steps,
+    move_plan,
+    whole_plan,
+)
 
 PAGE = Path(__file__).parent / "reference" / "data-path.md"
 
@@ -89,6 +96,17 @@ leave HBM as `generated` too. Here the split read, in two chunks:
 """
 
 
+_CACHED = 100
+_MOVE_TEXT = f"""\
+Beyond the paper, [behind another proxy](../how-to/other-proxies.md): a DE that gets a second leg
+[moves the prompt](../architecture.md#kv-is-moved-between-decode-engines) out of the buffer of the
+DE that has received it, which is a *third* DE from then on and writes the new blocks to storage.
+Each block is a step. Here the DE caches the first {_CACHED} blocks in DRAM. Links of a DE are those
+of either DE, so that `de-dram` carries each byte twice. Before that, the prompt's steps are those
+of any prompt at the third DE, without `8-9`.
+"""
+
+
 _THIRD = HITS // 4
 _THIRD_TEXT = f"""\
 Beyond the paper, with [`third_engine_reads`](../architecture.md#third-decode-engines), which so far
@@ -120,6 +138,9 @@ def render() -> str:
         HitRun(Role.DECODE, BlockRun(3 * _THIRD, HITS - 3 * _THIRD)),
     )
     in_hbm = msgspec.structs.replace(split, handover=Handover.HBM)
+    moved = list(move_plan(PromptLayout(GEOMETRY, PROMPT_TOKENS), _CACHED))
+    moves = [step for step in moved if step.movement is MOVE_PROMPT]
+    others = moved[len(moves) :]
     return "\n".join(
         [
             _HEAD,
@@ -140,6 +161,9 @@ def render() -> str:
             "\n## A hit that third decode engines serve\n",
             _THIRD_TEXT,
             *_table(list(whole_plan(thirds))),
+            "\n## A prompt that is moved to another decode engine\n",
+            _MOVE_TEXT,
+            *_table([_joined(moves), *others]),
             "\n## A hit behind which the DE computes\n",
             _APPEND_TEXT,
             *_table(list(append_plan(_HIT))),
@@ -156,6 +180,13 @@ def render() -> str:
 def current(page: str) -> bool:
     """Return whether `page` is on disk."""
     return PAGE.exists() and PAGE.read_text(encoding="utf-8") == page
+
+
+def _joined(steps: Sequence[Step]) -> Step:
+    """Return consecutive steps of one block each as one step."""
+    blocks = BlockRun(steps[0].blocks.first, len(steps))
+    size_bytes = sum(step.bytes for step in steps)
+    return msgspec.structs.replace(steps[0], blocks=blocks, bytes=size_bytes)
 
 
 def _layout(*hits: HitRun) -> PromptLayout:
@@ -178,7 +209,8 @@ def _row(steps: Sequence[Step], plan: Sequence[Step]) -> str:
     step, layers = steps[0], GEOMETRY.layers
     waits = ", ".join(f"`{label}`" for label in waits_for(step, plan))
     if not waits:
-        waits = "-" if step.source is Place.STORAGE else "computation"
+        others = {Place.STORAGE: "-", Place.THIRD_BUFFER: "`PrefillDone`"}
+        waits = others.get(step.source, "computation")
     times = len(steps) if step.layer is None else len(steps) // layers
     factors = [step.blocks.count, layers, GEOMETRY.bytes_of(0), times]
     formula = " · ".join(f"{factor:,}" for factor in factors[: 4 if times > 1 else 3])

@@ -318,7 +318,7 @@ class ToyCluster:
                 self.storage,
                 mode=mode,
                 buffer_blocks=buffer_blocks,
-                trace_out=trace_out and f"{trace_out}.de",
+                trace_out=trace_out and f"{trace_out}.de{number or ''}",
                 transfer_deadline_s=transfer_deadline_s,
                 threads=threads,
                 geometry=geometry,

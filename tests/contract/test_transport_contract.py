@@ -31,7 +31,7 @@ from dualpath.transport.contract import (
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 from dualpath.transport.memory import RegisteredMemory, allocate_registered, allocate_shared
 from dualpath.transport.nixl import NixlTransport
-from dualpath.transport.shared_memory import NearestTransport, SharedMemoryTransport
+from dualpath.transport.shared_memory import HbmCopies, NearestTransport, SharedMemoryTransport
 
 PIECES = 12
 PIECE_BYTES = 5000
@@ -695,3 +695,28 @@ def test_memory_of_a_peer_that_cannot_be_mapped_is_reached_through_the_network()
     assert finish(lost) is TransferState.DONE, "the mapping does not depend on the network"
     for transport in (pe, de):
         transport.close()
+
+
+def test_memory_of_a_peer_is_not_pinned_for_copies_between_dram() -> None:
+    """A decode engine with a GPU moves whole blocks out of another one's buffer."""
+    asked: list[object] = []
+
+    def copy(*arguments: object) -> Transfer:
+        raise AssertionError("the processor copies between DRAM")
+
+    fabric = InProcessFabric()
+    networks = [InProcessTransport(name, fabric) for name in ("target", "source")]
+    copies = HbmCopies(lambda *pinned: asked.append(pinned), asked.append, copy)
+    memory = SharedMemoryTransport("target", this_process(), has_exited, copies)
+    source = NearestTransport(open_shared_memory("source", fabric), networks[1])
+    target = NearestTransport(memory, networks[0])
+    here, there = Engine(target, 1), Engine(source, 2)
+    target.connect(source.info())
+    read = target.post(Direction.READ, "kv", [0], "source", "kv", [1])
+    assert not networks[0]._unfinished, "it is mapped"
+    assert finish(read) is TransferState.DONE
+    read.release()
+    assert here.piece(0) == there.piece(1)
+    for transport in (target, source):
+        transport.close()
+    assert asked == []

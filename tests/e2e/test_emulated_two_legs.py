@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.emulated_cluster import Cluster, cluster, engine_settings
+from tests.emulated_cluster import GEOMETRY, Cluster, cluster, engine_settings
 from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Handover, Mode
+from dualpath.engine.control.surroundings import LIVE
+from dualpath.engine.counters import Counter
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.router.two_legs import EXPECTED_NEW_TOKENS
+from dualpath.transport.nixl import nixl_package
 from dualpath_lab.emulated.process import emulated_engine
 
 PROMPT = list(range(1, 41))
@@ -67,14 +70,22 @@ class Legs:
 
 @contextlib.asynccontextmanager
 async def legs(
-    folder: Path, mode: Mode, decode: int = 1, handover: Handover = Handover.BUFFER
+    folder: Path,
+    mode: Mode,
+    decode: int = 1,
+    handover: Handover = Handover.BUFFER,
+    *,
+    moves: bool = True,
+    transport: str = "",
 ) -> AsyncIterator[Legs]:
+    """Run a cluster; transfers stay in this process without a ``transport``."""
     router = RouterSettings(
         mode=mode,
         front_ends_port=0,
         first_leg_timeout_s=0.1,
         second_leg_timeout_s=GUARD_S,
         handover=handover,
+        move_kv=moves,
     )
     async with (
         cluster(folder, mode, 0, 0, router=router) as made,
@@ -87,8 +98,9 @@ async def legs(
             settings = engine_settings(
                 *(role, name, scheduler.server.address, folder, mode),
                 two_leg_scheduler=scheduler.front_ends.address,
+                transport=transport or "memory",
             )
-            engine = emulated_engine(settings, made.surroundings)
+            engine = emulated_engine(settings, LIVE if transport else made.surroundings)
             made.engines[name] = await stack.enter_async_context(engine)
         await made.service.wait_ready(1, decode, GUARD_S)
         yield Legs(made)
@@ -154,10 +166,53 @@ async def test_both_legs_at_once_and_a_second_leg_with_another_prompt(tmp_path: 
         assert made.counts(1) == 0
 
 
+@pytest.mark.parametrize(
+    ("mode", "handover", "transport"),
+    [
+        (Mode.SPLIT, Handover.BUFFER, ""),
+        (Mode.BASIC, Handover.BUFFER, ""),
+        (Mode.SPLIT, Handover.BUFFER, "memory"),
+        pytest.param(Mode.SPLIT, Handover.BUFFER, "nixl", marks=pytest.mark.nixl),
+        (Mode.SPLIT, Handover.HBM, ""),
+    ],
+)
+async def test_kv_of_second_legs_at_another_engine_is_moved_there_unless_it_is_in_hbm(
+    mode: Mode, handover: Handover, transport: str, tmp_path: Path
+) -> None:
+    if transport == "nixl":
+        pytest.importorskip(nixl_package())
+    async with legs(
+        tmp_path / "kv", mode, decode=2, handover=handover, transport=transport
+    ) as proxy:
+        made, context, moved_blocks = proxy.made, list(PROMPT), 0
+        for append in (7, 20):
+            truth = (await made.ask(context, 9, cache_salt="other"))[0]
+            _, first = await proxy.send("prefill-0", context, 9, FIRST)
+            holder = first["kv_transfer_params"]["remote_engine_id"]
+            (other,) = {"decode-0", "decode-1"} - {holder}
+            status, answer = await proxy.send(other, context, 9, first["kv_transfer_params"])
+            assert status == 200, answer
+            assert answer["choices"][0]["token_ids"] == truth
+            moved_blocks += GEOMETRY.blocks_for(len(context))
+            context += [*truth, *range(100, 100 + append)]
+            await made.stored()
+        await proxy.over()
+        moved_bytes = sum(
+            engine.plane.manager.counters.snapshot()[Counter.DE_TO_DE_BYTES]
+            for engine in made.engines.values()
+        )
+        most_bytes = moved_blocks * GEOMETRY.full_block_bytes
+        # What the other engine caches of the prompt is not moved.
+        in_buffer = handover is Handover.BUFFER
+        assert 0 < moved_bytes <= most_bytes if in_buffer else moved_bytes == 0
+        assert made.counts(0) > 0
+        assert made.counts(1) == 0, "no wrong byte"
+
+
 async def test_second_legs_at_another_engine_are_passed_on_and_alone_are_prefilled_again(
     tmp_path: Path,
 ) -> None:
-    async with legs(tmp_path / "kv", Mode.SPLIT, decode=2) as proxy:
+    async with legs(tmp_path / "kv", Mode.SPLIT, decode=2, moves=False) as proxy:
         made = proxy.made
         truth = (await made.ask(PROMPT, 9, cache_salt="other"))[0]
         _, first = await proxy.send("prefill-0", PROMPT, 9, FIRST)

@@ -108,6 +108,14 @@ class Served:
         connection.close()
         return found
 
+    def metrics(self) -> str:
+        """Return the scheduler's metrics as text."""
+        connection = http.client.HTTPConnection(urlsplit(self._cluster).netloc, timeout=GUARD_S)
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+        connection.close()
+        return text
+
     def read_bytes(self) -> dict[str, int]:
         """Bytes that each engine has read from storage."""
         found: dict[str, int] = self.status()["counters"]["snic_read_bytes"]

@@ -27,6 +27,8 @@ from dualpath.policy.events import (
     Event,
     Fetch,
     Finished,
+    MoveBegun,
+    MoveEnded,
     PrefillEnded,
     ReadsBegin,
     ReadsDone,
@@ -91,7 +93,7 @@ class CompiledScheduler:
                 assert event.spec in self._specs
             case SetThresholds():
                 self._set_thresholds(event)
-            case EngineLost() | EnginePaused() | EngineResumed():
+            case EngineLost() | EnginePaused() | EngineResumed() | MoveBegun() | MoveEnded():
                 raise NotImplementedError(f"the simulator has no {event}; play before_losses")
         return NO_EFFECTS
 

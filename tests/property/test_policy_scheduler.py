@@ -20,6 +20,8 @@ from dualpath.policy.events import (
     EngineSpec,
     Fetch,
     Finished,
+    MoveBegun,
+    MoveEnded,
     PrefillEnded,
     ReadsDone,
     SchedulerSettings,
@@ -125,6 +127,8 @@ class Cluster(RuleBasedStateMachine):
         #: Requests whose slots are granted, or that are further.
         self.reading: set[str] = set()
         self.prefilled: set[str] = set()
+        #: Requests of which the KV is being moved, and the DE that it is moved to.
+        self.moving: dict[str, str] = {}
         self.count = 0
         self.now_s = 0.0
         self.reports: dict[str, EngineReport] = {}
@@ -209,6 +213,7 @@ class Cluster(RuleBasedStateMachine):
         self.assigned.pop(request_id, None)
         self.reading.discard(request_id)
         self.prefilled.discard(request_id)
+        self.moving.pop(request_id, None)
         for engine in self.engines.values():
             engine.tokens.pop(request_id, None)
             engine.reads.pop(request_id, None)
@@ -277,7 +282,9 @@ class Cluster(RuleBasedStateMachine):
     def send(self, data: st.DataObject) -> None:
         """An engine receives an assignment, in whatever order they were decided."""
         assignment = self.assigned[data.draw(st.sampled_from(sorted(self.assigned)))]
-        engine_id = data.draw(st.sampled_from(assignment.engines))
+        moving_to = self.moving.get(assignment.request_id)
+        engines = (*assignment.engines, *([moving_to] if moving_to else ()))
+        engine_id = data.draw(st.sampled_from(engines))
         engine = self.engines.get(engine_id)  # it may be lost
         if engine is not None and assignment.request_id in engine.tokens:
             engine.received.add(assignment.request_id)
@@ -389,6 +396,42 @@ class Cluster(RuleBasedStateMachine):
         if steps > 2:
             self.scheduler.apply(Finished(request_id, self.now_s))
             self.remove(request_id)
+
+    @rule(data=st.data(), spec=st.sampled_from(specs()))
+    @precondition(lambda self: self.prefilled - self.moving.keys())
+    def begin_move(self, data: st.DataObject, spec: EngineSpec) -> None:
+        """A DE is to fetch the KV of a request whose prompt is computed."""
+        name = data.draw(st.sampled_from(sorted(self.prefilled - self.moving.keys())))
+        old, target = self.assigned[name], self.engines.get(spec.engine_id)
+        before = self.scheduler.loads()
+        room = {load.engine_id: load.free_hbm_tokens for load in before}.get(spec.engine_id, 0)
+        waiting = self.scheduler.queue_lengths().decode
+        takes = target is not None and spec.engine_id not in self.paused and not waiting
+        takes = takes and spec.role is Role.DECODE and spec.engine_id != old.decode_engine
+        try:
+            self.scheduler.apply(MoveBegun(name, spec.engine_id))
+        except EngineLostError:
+            assert not takes or room < old.decode_tokens
+            assert self.scheduler.loads() == before
+            return
+        assert takes
+        assert target is not None
+        self.moving[name] = spec.engine_id
+        target.tokens[name] = old.decode_tokens
+
+    @rule(data=st.data(), moved=st.booleans())
+    @precondition(lambda self: self.moving)
+    def end_move(self, data: st.DataObject, moved: bool) -> None:
+        """A move is over; its report may come twice."""
+        name = data.draw(st.sampled_from(sorted(self.moving)))
+        old, target = self.assigned[name], self.moving.pop(name)
+        for _ in range(2):
+            self.scheduler.apply(MoveEnded(name, moved, self.now_s))
+        left = self.engines[old.decode_engine if moved else target]
+        left.tokens.pop(name)
+        left.received.discard(name)
+        if moved:
+            self.assigned[name] = msgspec.structs.replace(old, decode_engine=target)
 
     @rule(data=st.data())
     @precondition(lambda self: self.requests)

@@ -64,6 +64,7 @@ class Cluster:
     async def add(self, engine_id: str, role: Role, **options) -> FakeEngine:
         engine = FakeEngine(engine_id, role, self.stored, **options)
         self.engines[engine_id] = engine
+        engine.others = self.engines
         return await engine.join(self.network)
 
     async def caches(self, engine_id: str, keys: Sequence[bytes]) -> None:

@@ -106,6 +106,13 @@ class FakeEngine:
             None,
         )
         self.unanswered: set[type] = set()
+        #: The other engines by name, those from which it has fetched prompts, whether fetches go
+        #: on, and why they fail, empty if they do not.
+        self.others: dict[str, FakeEngine] = {}
+        self.fetched: list[request_messages.Fetch] = []
+        self.fetches = asyncio.Event()
+        self.fetches.set()
+        self.fetch_failure = ""
         self.heartbeats = True
         #: ``KvInHbm`` is late: the router has it only with the answer to its next ``Sync``.
         self.tokens_come_first = False
@@ -326,6 +333,8 @@ class FakeEngine:
                             request_id=message.request_id, reason="it would never fit"
                         )
                     )
+                elif message.fetch is not None:
+                    self._fetch(message.request_id, message.fetch)
                 elif message.reserve_blocks:
                     if message.read is not None:
                         self.reads[message.request_id] = message.read, message.keys
@@ -372,6 +381,34 @@ class FakeEngine:
                         read.deadline_s,
                     )
                 )
+
+    def _fetch(self, request_id: str, fetch: request_messages.Fetch) -> None:
+        """Copy the slots of another engine, at once or when ``fetches`` is set."""
+        self.fetched.append(fetch)
+        count = len(fetch.slots)
+        if self.waiting or count > len(self.free):
+            failure = f"{len(self.free)} of {self.buffer_blocks} blocks are free"
+            self.send(request_messages.FetchDone(request_id, failure=failure))
+            return
+        slots = [self.free.popleft() for _ in range(count)]
+        self.leases[request_id] = slots
+        self.tasks.append(asyncio.create_task(self._copy(request_id, fetch, slots)))
+
+    async def _copy(self, request_id: str, fetch: request_messages.Fetch, slots: list[int]) -> None:
+        await self.fetches.wait()
+        source = self.others[fetch.engine_id]
+        if self.leases.get(request_id) != slots:
+            return  # It was released meanwhile.
+        if self.fetch_failure or source.dead.is_set() or source.epoch != fetch.epoch:
+            failure = self.fetch_failure or f"{fetch.engine_id} is gone"
+            self.send(request_messages.FetchDone(request_id, failure=failure))
+            return
+        for here, there in zip(slots, fetch.slots, strict=True):
+            assert there in source.leases[request_id], "a slot is read after its release"
+            self.content[here] = source.content[there]
+            self.windowless -= {here}
+            self.windowless |= {here} if there in source.windowless else set()
+        self.send(request_messages.FetchDone(request_id, tuple(slots)))
 
     def _read(self, read: request_messages.Read) -> None:
         slots = self.leases.get(read.request_id)

@@ -5,6 +5,7 @@ import pytest
 from tests.engine_harness import GEOMETRY
 
 from dualpath.core.cluster import AgentAddress, EngineAddress, RegionAddress, Role
+from dualpath.core.control import PeerDown
 from dualpath.core.errors import TransportError
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION
 from dualpath.engine.control.peers import UNANNOUNCED_S, Peers
@@ -16,14 +17,14 @@ SIZE = GEOMETRY.bytes_of(0)
 VIEWS = PartViews(GEOMETRY, shared_layers([RegionInfo("hbm", 4096, SIZE, SIZE, 1)], GEOMETRY, 4))
 
 
-def address(engine_id: str, *regions: RegionAddress) -> EngineAddress:
+def address(engine_id: str, *regions: RegionAddress, role: Role = Role.DECODE) -> EngineAddress:
     agent = AgentAddress(f"{engine_id}-1", b"in-process", regions)
-    return EngineAddress(engine_id, "1", Role.DECODE, (agent,))
+    return EngineAddress(engine_id, "1", role, (agent,))
 
 
 def test_an_unreachable_peer_does_not_affect_others() -> None:
     fabric = InProcessFabric()
-    peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric), VIEWS)
+    peers = Peers(InProcessTransport("pe-0-1", fabric), VIEWS)
     InProcessTransport("de-1-1", fabric)
     for peer in (address("de-0"), address("de-1")):
         peers.up(peer)
@@ -34,7 +35,7 @@ def test_an_unreachable_peer_does_not_affect_others() -> None:
 
 def test_an_unreachable_peer_is_connected_when_it_is_needed() -> None:
     fabric = InProcessFabric()
-    peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric), VIEWS)
+    peers = Peers(InProcessTransport("pe-0-1", fabric), VIEWS)
     peers.up(address("de-0"))
     InProcessTransport("de-0-1", fabric)
     assert peers.agents_of("de-0", "1") == ("de-0-1",)
@@ -61,7 +62,7 @@ def test_ranks_and_agents_are_paired_whatever_their_numbers() -> None:
 
 def test_a_peer_with_other_blocks_is_refused_and_does_not_affect_others() -> None:
     fabric = InProcessFabric()
-    peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric), VIEWS)
+    peers = Peers(InProcessTransport("pe-0-1", fabric), VIEWS)
     for agent in ("de-0-1", "de-1-1"):
         InProcessTransport(agent, fabric)
     full = GEOMETRY.full_block_bytes
@@ -91,7 +92,7 @@ class CountingTransport(InProcessTransport):
 def test_connections_outlast_a_session_until_their_peers_were_not_announced_for_a_while() -> None:
     fabric = InProcessFabric()
     transport = CountingTransport("pe-0-1", fabric)
-    peers = Peers(Role.PREFILL, transport, VIEWS)
+    peers = Peers(transport, VIEWS)
     for number in range(2):
         InProcessTransport(f"de-{number}-1", fabric)
         peers.up(address(f"de-{number}"))
@@ -108,10 +109,25 @@ def test_connections_outlast_a_session_until_their_peers_were_not_announced_for_
     assert len(transport.events) == 3
 
 
+def test_a_decode_engine_connects_to_decode_engines_alone_and_only_prefill_engines_write() -> None:
+    fabric = InProcessFabric()
+    transport = CountingTransport("de-0-1", fabric)
+    peers = Peers(transport, None)
+    for name, role in (("pe-0", Role.PREFILL), ("de-1", Role.DECODE)):
+        InProcessTransport(f"{name}-1", fabric)
+        peers.up(address(name, role=role))
+    assert transport.events == ["+de-1-1"]
+    assert [writer.engine_id for writer in peers.writers()] == ["pe-0"]
+    for name in ("pe-0", "de-1"):
+        peers.down(PeerDown(name, "1", certain=False))
+    assert transport.events == ["+de-1-1", "-de-1-1"]
+    assert [writer.engine_id for writer in peers.writers()] == ["pe-0"], "it may still write"
+
+
 def test_the_connection_to_a_former_process_is_closed_when_the_next_one_is_named() -> None:
     fabric = InProcessFabric()
     transport = CountingTransport("pe-0-1", fabric)
-    peers = Peers(Role.PREFILL, transport, VIEWS)
+    peers = Peers(transport, VIEWS)
     for agent in ("de-0-1", "de-0-2"):
         InProcessTransport(agent, fabric)
     peers.up(address("de-0"))

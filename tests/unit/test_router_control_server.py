@@ -12,12 +12,12 @@ from dualpath.core import cluster as addresses
 from dualpath.core import control
 from dualpath.core import control as envelopes
 from dualpath.core import control as request_messages
-from dualpath.core.cluster import HostProcess, Role
+from dualpath.core.cluster import HostProcess, Role, Writer
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.sessions import Channel
 from dualpath.router.refusals import ControlRefusal
-from dualpath.router.scheduler.control_server import ControlServer
+from dualpath.router.scheduler.control_server import ControlServer, NamedPeers
 from dualpath.router.scheduler.registry import Registry
 from dualpath.router.settings import RouterSettings
 
@@ -48,9 +48,18 @@ async def test_engines_are_named_to_each_other_with_the_first_request_that_they_
         for engine, peer in (("p0", "d0"), ("d0", "p0")):
             ups = [m for m in made.engines[engine].received if isinstance(m, control.PeerUp)]
             assert [up.address.engine_id for up in ups] == [peer]
-            # Only PEs connect; a DE learns which process may write to its buffer.
+            # Nothing connects to a PE; a DE learns which process may write to its buffer.
             sent_metadata = any(agent.metadata for agent in ups[0].address.agents)
             assert sent_metadata == (engine == "p0")
+
+
+def test_the_peers_of_a_lost_engine_are_notified_in_the_same_order_in_every_process():
+    """A simulated run depends on its seed alone, not on the order of sets of strings."""
+    named, lost = NamedPeers(Registry()), Writer("p0", "1")
+    engines = [f"d{number}" for number in range(20)]
+    for engine_id in reversed(engines):
+        named.named(engine_id, lost, 1)
+    assert list(named.lost(lost, certain=True)) == sorted(engines)
 
 
 @pytest.mark.parametrize(

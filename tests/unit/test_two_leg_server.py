@@ -532,7 +532,7 @@ class Holder:
             d1 = EngineInfo(
                 "d1", "epoch", Role.DECODE, "node", "group", url, HostProcess(), 1, 100, 100
             )
-            engine.legs.other = HandedOver("r", d1, DECODE)
+            engine.legs.other = HandedOver("r", d1, DECODE, "e has no room now")
             yield
         await engine.server.stop()
 
@@ -543,7 +543,7 @@ async def test_a_second_leg_is_passed_on_to_the_decode_engine_that_has_its_kv() 
         body = {"model": "m", "prompt": "text", "kv_transfer_params": SECOND}
         answer = await engine.post(body, **{"X-Request-Id": "req", "Authorization": "Bearer k"})
         assert (answer.status_code, answer.json()) == (200, {"choices": []})
-        assert answer.headers[PREFILL_HEADER] == "transferred; leg-7; at d1"
+        assert answer.headers[PREFILL_HEADER] == "transferred; leg-7; at d1: e has no room now"
         ((sent, headers),) = holder.requests
         assert (sent, headers["x-request-id"], headers["authorization"]) == (
             body,

@@ -15,7 +15,7 @@ from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import expected, job, keys_of
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import PrefillDone
+from dualpath.core.control import PeerUp, PrefillDone, Sync
 from dualpath.core.errors import (
     BadRequestError,
     DeadlineError,
@@ -46,6 +46,8 @@ FIRST: dict[str, Any] = {
 #: Of virtual time, for one test.
 LIMIT_S = 300.0
 SETTINGS = RouterSettings()
+#: Second legs at another decode engine than the KV are passed on.
+PASSING = RouterSettings(move_kv=False)
 
 
 class Answer(NamedTuple):
@@ -61,8 +63,10 @@ class Engines:
     def __init__(self, made: Cluster, opened: LinkServer) -> None:
         self.made, self.opened = made, opened
         self.legs: dict[str, TwoLegs] = {}
-        #: Second legs that an engine has passed on, and to which one.
-        self.passed_on: list[tuple[str, str]] = []
+        #: Second legs that an engine has passed on, to which one and why the KV was not moved.
+        self.passed_on: list[tuple[str, str, str]] = []
+        #: Where the KV of second legs comes from.
+        self.origins: list[str] = []
 
     def open(self, engine_id: str, role: Role) -> TwoLegs:
         settings = EngineSettings(
@@ -111,8 +115,11 @@ class Engines:
             return Answer(expected(prompt, count), error)
         if isinstance(attempt, HandedOver):
             holder = attempt.decode.engine_id
-            self.passed_on.append((engine_id, holder))
+            self.passed_on.append((engine_id, holder, attempt.note))
             return await self.second(holder, prompt, count, params, request_id)
+        self.origins.append(
+            attempt.origin.removeprefix(f"transferred; {attempt.transfer.request_id}")
+        )
         return Answer(await self._decode(info, prompt, count, attempt), None)
 
     async def again(
@@ -165,11 +172,15 @@ class Engines:
 
 @contextlib.asynccontextmanager
 async def engines(
-    prefill: int = 1, decode: int = 1, network: ControlNetwork | None = None, **options: Any
+    prefill: int = 1,
+    decode: int = 1,
+    network: ControlNetwork | None = None,
+    settings: RouterSettings = SETTINGS,
+    **options: Any,
 ) -> AsyncIterator[Engines]:
     async with (
         asyncio.timeout(LIMIT_S),
-        cluster(prefill, decode, settings=SETTINGS, **options) as made,
+        cluster(prefill, decode, settings=settings, **options) as made,
         link_server(made.service.scheduler, network) as opened,
     ):
         every = Engines(made, opened)
@@ -308,15 +319,18 @@ async def test_a_second_leg_that_never_comes_leaves_nothing_behind() -> None:
         assert isinstance(late.alone, DeadlineError)
 
 
+@pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("at_once", [False, True])
-async def test_a_second_leg_at_another_decode_engine_is_passed_on_to_the_one_with_the_kv(
-    at_once: bool,
+async def test_kv_of_a_second_leg_at_another_decode_engine_is_moved_there_or_the_leg_is_passed_on(
+    at_once: bool, moves: bool
 ) -> None:
-    async with engines(decode=2) as every:
+    async with engines(decode=2, settings=SETTINGS if moves else PASSING) as every:
         header = "req-1" if at_once else ""
-        gate = every.made.calls.gates["prefill"] = asyncio.Event()
+        calls = every.made.calls
+        gate = calls.gates["prefill"] = asyncio.Event()
         first = asyncio.create_task(every.first("p0", PROMPT, header, remote_engine_id="d0"))
         await every.made.arrives("prefill")
+        decoding = calls.gates["decode"] = asyncio.Event()
         if at_once:
             second = asyncio.create_task(every.second("d1", PROMPT, 6, {}, header))
             await asyncio.sleep(0.5)
@@ -326,16 +340,152 @@ async def test_a_second_leg_at_another_decode_engine_is_passed_on_to_the_one_wit
             params = await first
             assert params is not None
             second = asyncio.create_task(every.second("d1", PROMPT, 6, params))
+        await every.made.arrives("decode")
+        await every.made.delivered(every.made.engines["d0"])
+        assert every.made.engines["d0"].idle() is moves, "a moved prompt has left it"
+        decoding.set()
         assert await second == Answer(expected(PROMPT, 6), None)
         await first
-        assert every.passed_on == [("d1", "d0")]
-        assert every.made.calls.decodes == ["d0"]
-        assert every.made.calls.prefills == ["p0"], "the prompt is prefilled once"
+        named = {
+            name: [
+                all(agent.metadata for agent in message.address.agents)
+                for message in every.made.engines[name].received
+                if isinstance(message, PeerUp) and message.address.role is Role.DECODE
+            ]
+            for name in ("d0", "d1")
+        }
+        # It connects to the one that it reads from, which needs to know nothing of it.
+        assert named == {"d0": [], "d1": [True] if moves else []}
+        if moves:
+            assert (every.passed_on, every.origins) == ([], ["; moved from d0"])
+        else:
+            assert (every.passed_on, every.origins) == ([("d1", "d0", "move_kv is off")], [""])
+        assert calls.decodes == ["d1" if moves else "d0"]
+        assert calls.prefills == ["p0"], "the prompt is prefilled once"
+        await every.nothing_is_left()
+
+
+async def test_a_turn_behind_a_moved_prompt_finds_what_both_decode_engines_have_stored() -> None:
+    async with engines(decode=2) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        answer = await every.second("d1", PROMPT, 6, params)
+        await every.nothing_is_left()
+        assert set(keys_of(PROMPT)) <= every.made.stored
+        turn = [*PROMPT, *answer.tokens, 5, 6, 7]
+        again = await every.first("p0", turn, remote_engine_id="d0")
+        assert again is not None
+        assert again["remote_prefill_cached_tokens"] == 16
+        assert (await every.second("d1", turn, 4, again)).tokens == expected(turn, 4)
+        await every.nothing_is_left()
+
+
+async def test_a_leg_is_passed_on_if_the_decode_engine_that_got_it_has_no_room_in_hbm() -> None:
+    # The HBM of an engine holds one leg.
+    async with engines(decode=2, hbm_tokens=300) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert await every.first("p0", [5, *PROMPT], remote_engine_id="d1") is not None
+        assert params is not None
+        assert (await every.second("d1", PROMPT, 6, params)).tokens == expected(PROMPT, 6)
+        ((got, holder, note),) = every.passed_on
+        assert (got, holder, "has no room now for" in note) == ("d1", "d0", True)
+        assert not every.made.engines["d1"].fetched
+        await asyncio.sleep(SETTINGS.second_leg_timeout_s + 1)
+        await every.nothing_is_left()
+
+
+async def test_a_leg_is_passed_on_if_the_buffer_of_the_decode_engine_that_got_it_is_full() -> None:
+    async with engines(decode=2, buffer_blocks=5) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert await every.first("p0", PROMPT[1:], remote_engine_id="d1") is not None
+        assert params is not None
+        assert (await every.second("d1", PROMPT, 6, params)).tokens == expected(PROMPT, 6)
+        ((got, holder, note),) = every.passed_on
+        assert (got, holder, "1 of 5 blocks are free" in note) == ("d1", "d0", True)
+        await asyncio.sleep(SETTINGS.second_leg_timeout_s + 1)
+        await every.nothing_is_left()
+
+
+async def test_kv_that_could_not_be_moved_is_not_moved_again() -> None:
+    async with engines(decode=2) as every:
+        every.made.engines["d1"].fetch_failure = "the link is down"
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        taking = every.legs["d1"].take
+        handed = [await taking(leg_parameters(params), "") for _ in range(2)]
+        notes = [one.note for one in handed if isinstance(one, HandedOver)]
+        assert "the link is down" in notes[0]
+        assert notes[1:] == ["a move of this KV has failed before"]
+        assert len(every.made.engines["d1"].fetched) == 1
+        assert every.made.engines["d1"].idle()
+        assert (await every.second("d0", PROMPT, 6, params)).alone is None
+        await every.nothing_is_left()
+
+
+@pytest.mark.parametrize("lost", ["d0", "d1"])
+async def test_a_decode_engine_that_is_lost_during_a_move_ends_it(lost: str) -> None:
+    async with engines(decode=2) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        every.made.engines["d1"].fetches.clear()
+        second = asyncio.create_task(every.second("d1", PROMPT, 6, params))
+        while not every.made.engines["d1"].fetched:
+            await asyncio.sleep(0.01)
+        await every.made.engines[lost].kill()
+        every.made.lose(lost, certain=True)
+        assert isinstance((await second).alone, EngineLostError)
+        every.made.engines["d1"].fetches.set()
+        await every.made.revive(lost)
+        assert await every.again("d1", PROMPT, 6) == (
+            expected(PROMPT, 6),
+            "prefilled by p0 again, 16 hits",
+        )
+        await every.nothing_is_left()
+
+
+async def test_kv_is_not_used_if_its_source_does_not_confirm_that_its_session_lasts() -> None:
+    async with engines(decode=2) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        # From here on it may have ended its session, and its slots may have other owners.
+        every.made.engines["d0"].unanswered.add(Sync)
+        answer = await every.second("d1", PROMPT, 6, params)
+        assert isinstance(answer.alone, EngineLostError)
+        assert not every.made.calls.decodes
+        every.made.engines["d0"].unanswered.clear()
+        await every.nothing_is_left()
+
+
+async def test_a_client_that_leaves_during_a_move_releases_both_decode_engines() -> None:
+    async with engines(decode=2) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        every.made.engines["d1"].fetches.clear()
+        second = asyncio.create_task(every.second("d1", PROMPT, 6, params))
+        while not every.made.engines["d1"].fetched:
+            await asyncio.sleep(0.01)
+        second.cancel()
+        await asyncio.wait([second])
+        every.made.engines["d1"].fetches.set()
+        await every.nothing_is_left()
+
+
+async def test_a_front_end_that_ends_during_a_move_releases_both_decode_engines() -> None:
+    async with engines(decode=2) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        every.made.engines["d1"].fetches.clear()
+        second = asyncio.create_task(every.second("d1", PROMPT, 6, params))
+        while not every.made.engines["d1"].fetched:
+            await asyncio.sleep(0.01)
+        assert len(every.made.service.scheduler.handovers) == 1
+        await every.legs["d1"].stop()
+        await asyncio.wait([second])
         await every.nothing_is_left()
 
 
 async def test_an_attempt_that_is_passed_on_in_vain_is_released_at_once() -> None:
-    async with engines(decode=2) as every:
+    async with engines(decode=2, settings=PASSING) as every:
         params = await every.first("p0", PROMPT, remote_engine_id="d0")
         assert params is not None
         handed = await every.legs["d1"].take(leg_parameters(params), "")
@@ -355,7 +505,7 @@ async def test_an_attempt_that_is_passed_on_in_vain_is_released_at_once() -> Non
 
 
 async def test_an_attempt_that_its_engine_has_taken_is_not_withdrawn() -> None:
-    async with engines(decode=2) as every:
+    async with engines(decode=2, settings=PASSING) as every:
         params = await every.first("p0", PROMPT, remote_engine_id="d0")
         assert params is not None
         handed = await every.legs["d1"].take(leg_parameters(params), "")
@@ -424,7 +574,7 @@ async def test_a_leg_reserves_hbm_for_as_many_tokens_as_the_context_has_room_for
 
 
 async def test_a_decode_engine_notices_that_the_one_with_the_kv_is_lost() -> None:
-    async with engines(decode=2) as every:
+    async with engines(decode=2, settings=PASSING) as every:
         params = await every.first("p0", PROMPT, remote_engine_id="d0")
         assert params is not None
         handed = await every.legs["d1"].take(leg_parameters(params), "")

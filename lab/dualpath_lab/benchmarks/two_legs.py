@@ -72,6 +72,10 @@ class TwoLegsSettings(Settings, frozen=True, kw_only=True):
     turns: Annotated[int, Setting("turns of an agent", ge=1)] = 5
     append: Annotated[int, Setting("tokens that an agent appends in a turn", ge=1)] = 300
     generate: Annotated[int, Setting("tokens that are generated in a turn", ge=1)] = 60
+    move_kv: Annotated[
+        bool,
+        Setting("move KV to the decode engine of a second leg, instead of passing the leg on"),
+    ] = False
     repeat: Rounds = 3
     seed: Seed = 0
 
@@ -199,17 +203,21 @@ async def _play(
 
 def _run(settings: TwoLegsSettings, way: Way, number: int) -> TwoLegsResult:
     """Play the agents of one run.  Raises ``DualPathError`` if a turn fails."""
-    with tempfile.TemporaryDirectory() as folder, _cluster(way.nodes, Path(folder)) as cluster:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _cluster(way.nodes, Path(folder), move_kv=settings.move_kv) as cluster,
+    ):
         return asyncio.run(_play(cluster, way, settings, number))
 
 
 @contextmanager
-def _cluster(nodes: str, folder: Path) -> Iterator[Cluster]:
+def _cluster(nodes: str, folder: Path, *, move_kv: bool) -> Iterator[Cluster]:
     (folder / "costs.toml").write_text(_COSTS)
     port, control_port, front_ends_port = claim_port(), claim_port(), claim_port()
     router = [
         "router", "--port", str(port), "--control-port", str(control_port),
         "--front-ends-port", str(front_ends_port), "--mode", "split", "--no-dram-tier",
+        "--move-kv" if move_kv else "--no-move-kv",
     ]  # fmt: skip
     engine = [
         "--router", f"tcp://127.0.0.1:{control_port}", "--model", "costs.toml", "--mode", "split",

@@ -7,7 +7,8 @@ never sent over this connection.
     router → engine   Registered Refused Ack PeerUp PeerDown LivenessProbe Lookup Sync Assign Read
                       Persist Release Retain Drained
     engine → router   Register Report CacheUpdate ConfirmedDead LookupDone Synced ReservationWaits
-                      Reserved ReadDone PrefillDone KvInHbm RequestOver Released Failed Deregister
+                      Reserved ReadDone FetchDone PrefillDone KvInHbm RequestOver Released Failed
+                      Deregister
 
 The messages about one request, and their order, are in ``core.request_messages``.
 """
@@ -44,6 +45,11 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 #     nothing → first token and PrefillDone
 #     → vLLM request at the DE carrying a ``DecodeTransfer``, upon which it writes the prompt's new
 #     blocks → KvInHbm (H2D done, slots of the DE buffer free) → tokens → RequestOver
+#
+# Another DE may decode the prompt: after PrefillDone
+#
+#     Assign(other DE, fetch) → FetchDone → Sync(first DE) → Synced → Release(first DE) → vLLM
+#     request at the other DE, as above
 
 
 class GrantRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,6 +82,19 @@ class GrantRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.run.part(BlockRun(blocks.first + cut, blocks.count - cut))
 
 
+class Fetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a DE finds a prompt's KV that it is to decode: in ``slots`` of another DE's buffer.
+
+    ``slots`` are those of the prompt's blocks, in order, at ``engine_id`` in this ``epoch``, which
+    writes to them no more.  A fetch that is not over ``deadline_s`` after its receipt has failed.
+    """
+
+    engine_id: Name
+    epoch: Name
+    slots: tuple[int, ...]
+    deadline_s: float
+
+
 class Assign(Message, frozen=True, tag=True):
     """A request of ``tokens`` now counts against this engine's load.
 
@@ -90,6 +109,11 @@ class Assign(Message, frozen=True, tag=True):
     ``hbm_prompt_tokens`` > 0, without ``read``: the PE will send the prompt's KV into this DE's
     HBM.  The DE then also reserves HBM for the prompt and for ``hbm_new_tokens`` generated tokens,
     FIFO after the slots; ``Reserved`` names its blocks.
+
+    ``fetch``, without ``read`` and ``hbm_prompt_tokens``: the DE reads the prompt's KV from there
+    into its own slots, but for the blocks that it caches.  It grants the slots at once or not at
+    all, since another request may hold slots here and wait for those of the other DE.  The answer
+    is ``FetchDone``.
     """
 
     request_id: Name
@@ -100,6 +124,7 @@ class Assign(Message, frozen=True, tag=True):
     read: GrantRead | None = None
     hbm_prompt_tokens: int = 0
     hbm_new_tokens: int = 0
+    fetch: Fetch | None = None
 
 
 class ReservationWaits(Message, frozen=True, tag=True):
@@ -155,6 +180,19 @@ class ReadDone(Message, frozen=True, tag=True):
     slots: tuple[int, ...]
     wait_s: float = 0.0
     cached_blocks: int = 0
+
+
+class FetchDone(Message, frozen=True, tag=True):
+    """Answer to ``Assign`` with ``fetch``: all of the prompt's KV is in ``slots``, in block order.
+
+    Or ``failure`` is why it is not; then nothing of it is used, and the router sends ``Release``.
+    The first ``cached_blocks`` of the slots had their blocks already.
+    """
+
+    request_id: Name
+    slots: tuple[int, ...] = ()
+    cached_blocks: int = 0
+    failure: str | None = None
 
 
 class Persist(Message, frozen=True, tag=True):
@@ -243,7 +281,7 @@ class Failed(Message, frozen=True, tag=True):
 
 
 #: Incremented whenever a message changes its form or meaning; both ends must agree.
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 #: Length of a truncated key in ``CacheUpdate``, and how many keys one message has.
 CACHE_UPDATE_KEY_BYTES = 8
@@ -337,11 +375,12 @@ class Ack(Message, frozen=True, tag=True):
 
 
 class PeerUp(Message, frozen=True, tag=True):
-    """An engine of the other role with which this engine shares a request.
+    """An engine with which this engine shares a request: of the other role, or to a DE another DE.
 
     Sent before the first ``Assign`` of such a request in a session, so that no message grows with
-    the number of engines.  A DE needs to know which process may write to its buffer; the agents in
-    its message have no metadata.  With a ``call_id`` it is answered with ``Synced``.
+    the number of engines.  A DE needs to know which process of a PE may write to its buffer, and
+    the agents of PEs have no metadata there; it connects to a DE from which it is to fetch KV.
+    With a ``call_id`` it is answered with ``Synced``.
     """
 
     address: EngineAddress
@@ -536,6 +575,7 @@ EngineMessage = (
     | ReservationWaits
     | Reserved
     | ReadDone
+    | FetchDone
     | PrefillDone
     | KvInHbm
     | RequestOver

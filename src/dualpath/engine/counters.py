@@ -30,6 +30,8 @@ class Counter(StrEnum):
     H2D_BYTES = "h2d_bytes"
     PE_TO_DE_BYTES = "pe_to_de_bytes"
     DE_TO_PE_BYTES = "de_to_pe_bytes"
+    #: Prompts that a DE has moved from another DE.
+    DE_TO_DE_BYTES = "de_to_de_bytes"
     D2H_BYTES = "d2h_bytes"
     # The bytes of ``pe_to_de`` and ``de_to_pe`` by kind of movement (``plan.movements``).
     PE_HIT_BYTES = "pe_hit_bytes"
@@ -111,6 +113,7 @@ BYTES_OF: dict[str, tuple[Counter, ...]] = {
     movements.RELOAD_CHUNK.label: (Counter.DE_TO_PE_BYTES, Counter.RELOAD_BYTES),
     movements.SEND_HITS.label: (Counter.PE_TO_DE_BYTES, Counter.PE_HIT_BYTES),
     movements.SEND_MISSES.label: (Counter.PE_TO_DE_BYTES, Counter.MISS_BYTES),
+    movements.MOVE_PROMPT.label: (Counter.DE_TO_DE_BYTES,),
     movements.FILL_DE_HBM.label: (Counter.H2D_BYTES,),
     movements.PERSIST_PROMPT.label: (Counter.STORAGE_WRITE_BYTES,),
     movements.STAGE_GENERATED.label: (Counter.D2H_BYTES,),

@@ -31,7 +31,12 @@ class Place(enum.StrEnum):
     def side(self) -> Role | None:
         """The role of the engine that owns the memory; None for storage."""
         sides = {"pe": Role.PREFILL, "de": Role.DECODE, "third": Role.DECODE}
-        return sides.get(self.value.partition("-")[0])
+        return sides.get(self.owner)
+
+    @functools.cached_property
+    def owner(self) -> str:
+        """Which of a request's engines owns the memory: "pe", "de" or "third"; or "storage"."""
+        return self.value.partition("-")[0]
 
 
 class Unit(enum.StrEnum):
@@ -58,7 +63,7 @@ class Link(enum.StrEnum):
 class Movement(msgspec.Struct, frozen=True):
     """A kind of step, an arrow of Fig. 4; ``verb`` is its name in traces.
 
-    Each of its bytes crosses each of ``links`` once.
+    Each of its bytes crosses each of ``links`` once, and a link that is named twice twice.
     """
 
     label: str
@@ -70,7 +75,10 @@ class Movement(msgspec.Struct, frozen=True):
 
     @property
     def engine(self) -> Role:
-        """The role of the engine that executes it: PEs start all transfers between engines."""
+        """The role of the engine that executes it.
+
+        PEs start all transfers between a PE and a DE, the DE that decodes those between two DEs.
+        """
         prefill = Role.PREFILL in (self.source.side, self.destination.side)
         return Role.PREFILL if prefill else Role.DECODE
 
@@ -89,7 +97,7 @@ class Movement(msgspec.Struct, frozen=True):
         """The network: "snic" to storage, "cnic" to another engine, "loopback" within an engine."""
         if Place.STORAGE in (self.source, self.destination):
             return "snic"
-        return "loopback" if self.source.side is self.destination.side else "cnic"
+        return "loopback" if self.source.owner == self.destination.owner else "cnic"
 
     @property
     def read_path(self) -> str:
@@ -187,6 +195,16 @@ RELOAD_CHUNK_FROM_HBM = msgspec.structs.replace(
 # The steps of the DE path where a third DE caches or reads hits: the PE loads them from its buffer.
 READ_TO_THIRD = msgspec.structs.replace(READ_TO_DE, destination=Place.THIRD_BUFFER)
 LOAD_FROM_THIRD_BUFFER = msgspec.structs.replace(LOAD_FROM_DE_BUFFER, source=Place.THIRD_BUFFER)
+# A DE takes a whole prompt from the buffer of another DE, which has received it.  The links are
+# those of both DEs, so that DRAM of a DE carries each byte twice.
+MOVE_PROMPT = Movement(
+    "move",
+    "move",
+    Place.THIRD_BUFFER,
+    Place.DE_BUFFER,
+    TrafficClass.KV,
+    (Link.DE_DRAM, Link.DE_CNIC_READ, Link.DE_CNIC_WRITE, Link.DE_DRAM),
+)
 FILL_DE_HBM = Movement(
     "8-9",
     "h2d",
@@ -229,6 +247,7 @@ MOVEMENTS = (
     RELOAD_CHUNK,
     SEND_HITS,
     SEND_MISSES,
+    MOVE_PROMPT,
     FILL_DE_HBM,
     STAGE_GENERATED,
     PERSIST_PROMPT,

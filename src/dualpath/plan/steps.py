@@ -37,6 +37,10 @@ through staging slots, as generated ones do; if the DE caches blocks in DRAM, so
 Beyond the paper a third DE may cache or read blocks of a hit in its own buffer (``HitRun.third``).
 They take 1-5 of the DE path from there, and 5-7 of the PE path: the PE sends them to the DE.
 
+Beyond the paper another DE than the one that has received a prompt may decode it.  It moves the
+prompt's Full Blocks from that DE's buffer into its own, except those at the prompt's head that it
+caches, before 8-9.
+
 Beyond the paper a DE may compute the tokens behind a hit itself.  Then only 1-2 and 6-7 of the DE
 path are left, for the hit, and full blocks of the append leave HBM as generated ones do.
 """
@@ -62,6 +66,7 @@ from dualpath.plan.movements import (
     LOAD_FROM_DE_BUFFER,
     LOAD_FROM_PE_BUFFER,
     LOAD_FROM_THIRD_BUFFER,
+    MOVE_PROMPT,
     PERSIST_GENERATED,
     PERSIST_PROMPT,
     READ_TO_DE,
@@ -324,6 +329,15 @@ def _fill_hits(layout: PromptLayout) -> Iterator[Step]:
                 yield step_of(FILL_DE_HBM, layout.geometry, part.blocks, layer, part.slots)
 
 
+def move_steps(geometry: BlockGeometry, blocks: BlockRun, slots: tuple[int, ...]) -> list[Step]:
+    """Moves of a prompt's blocks from another DE's buffer into these slots, a step per block.
+
+    A block has all of its layers there, whichever of them the DE will read.
+    """
+    run = step_of(MOVE_PROMPT, geometry, blocks, slots=slots)
+    return [run.block(position) for position in range(blocks.count)]
+
+
 def persist_steps(layout: PromptLayout) -> tuple[Step, ...]:
     """Write of the prompt's new full blocks from the DE buffer, or from HBM through staging."""
     blocks, geometry = layout.new_blocks, layout.geometry
@@ -387,6 +401,18 @@ def whole_plan(
     yield from persist_steps(layout)
     if caches:
         yield from cache_steps(layout)
+
+
+def move_plan(layout: PromptLayout, cached_blocks: int = 0) -> Iterator[Step]:
+    """All steps of a prompt at the DE that decodes it, once another DE has all of its KV.
+
+    The first ``cached_blocks`` are in the DRAM cache of the DE that decodes.  The other DE writes
+    the prompt's new blocks to storage.
+    """
+    moved = BlockRun(cached_blocks, layout.prompt_blocks - cached_blocks)
+    slots = layout.de_slots[moved.first : moved.end]
+    yield from move_steps(layout.geometry, moved, slots)
+    yield from decode_steps(layout)
 
 
 def append_plan(hit: PromptLayout) -> Iterator[Step]:

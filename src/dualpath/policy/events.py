@@ -208,7 +208,8 @@ class EngineLost(SchedulerEvent, frozen=True, tag="engine_lost"):
     """An engine is gone; the effect is ``lost_requests``, the unfinished requests that it had.
 
     The scheduler has removed these: submit them again or fail them.  A PE, and a third DE, has a
-    request until ``PrefillEnded``, a DE from its assignment until ``Finished``.  Requests that only
+    request until ``PrefillEnded``, a DE from its assignment until ``Finished``, and either DE of a
+    move has it until ``MoveEnded``.  Requests that only
     wait stay, even if they were placed on this engine, and are placed elsewhere; but one that no
     other engine may serve is lost with it.
     Refused with ``EngineLostError`` if the engine has not joined.
@@ -329,6 +330,28 @@ class PrefillEnded(SchedulerEvent, frozen=True, tag="prefill_done"):
     request_id: str
 
 
+class MoveBegun(SchedulerEvent, frozen=True, tag="move_begun"):
+    """Another DE fetches the KV of a request whose prompt is computed; both count it meanwhile.
+
+    Refused with ``EngineLostError`` if that DE gets no requests or has no room for this one now,
+    or if the request is unknown, has no computed prompt, or is being moved already.
+    """
+
+    request_id: str
+    decode_engine: str
+
+
+class MoveEnded(SchedulerEvent, frozen=True, omit_defaults=True, tag="move_ended"):
+    """A move is over; with ``moved`` the request has its new DE, else it has its former one.
+
+    Requests that are unknown or are not being moved are ignored.  ``now_s`` as in ``Finished``.
+    """
+
+    request_id: str
+    moved: bool
+    now_s: float = 0.0
+
+
 class Finished(SchedulerEvent, frozen=True, omit_defaults=True, tag="finished"):
     """A request has ended in whatever state, also by an error; unknown requests are ignored.
 
@@ -347,6 +370,8 @@ Event = (
     | ReadsBegin
     | ReadsDone
     | PrefillEnded
+    | MoveBegun
+    | MoveEnded
     | Finished
     | EngineJoined
     | EngineLost

@@ -72,11 +72,12 @@ class LiveRequest:
     waited for the DE that caches its hit, ``decode_since_s`` is when it was placed on its DE.
     While it ``waits_for_slots`` of its DE, nodes cannot read the tokens of ``waiting_reads``;
     ``read_for`` is its PE from then until its reads are over, else empty.
+    ``moving_to`` is the DE that fetches its KV, empty if none does.
     """
 
     __slots__ = (
         *("assignment", "cached_tokens", "computing_tokens", "decode_since_s", "decode_tokens"),
-        *("read_for", "waiting_reads", "waits_for_slots"),
+        *("moving_to", "read_for", "waiting_reads", "waits_for_slots"),
         *("engines", "number", "prefill_tokens", "prefilled", "reading", "reasons", "request"),
         *("request_id", "wait"),
     )
@@ -106,6 +107,7 @@ class LiveRequest:
         self.waiting_reads: dict[int, int] = {}
         self.read_for = ""
         self.waits_for_slots = False
+        self.moving_to = ""
 
     def place(self, role: Role, engine_id: str, reason: str) -> None:
         """Note the engine of a role; the caller charges the ledger."""

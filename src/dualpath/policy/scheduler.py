@@ -37,6 +37,10 @@ the reads are planned again, as if the request had no read and no computation on
 Its engines stay, and hits that were to be recomputed are.  Third DEs are chosen then, not at the
 assignment: while a request waits for slots their reading queues would have what may never be read.
 
+*A request that is moved* to another DE, once its prompt is computed, counts at both DEs until the
+move is over.  The other DE takes it at once or not at all, and not before requests that wait for a
+DE, so that nothing that holds HBM waits for more.
+
 *Requests without a PE* (``policy.read_side``, append at the DE).  That a DE computes the append is
 decided when both engines are known, and then the PE is released; or when a DE is, while all PEs are
 overloaded.  Such a request holds a DE and needs nothing else, so that it finishes and there is no
@@ -75,6 +79,8 @@ from dualpath.policy.events import (
     Event,
     Fetch,
     Finished,
+    MoveBegun,
+    MoveEnded,
     PrefillEnded,
     ReadsBegin,
     ReadsDone,
@@ -141,6 +147,10 @@ class RequestScheduler:
             case PrefillEnded():
                 if (live := self._live.get(event.request_id)) is not None:
                     self._end_prefill(live)
+            case MoveBegun():
+                self._begin_move(event)
+            case MoveEnded():
+                self._end_move(event)
             case Finished():
                 if (live := self._live.get(event.request_id)) is not None:
                     self._finish(live, event.now_s)
@@ -598,12 +608,54 @@ class RequestScheduler:
             if live.assignment.prefill_engine is not None:
                 self._release(live, Role.PREFILL)
 
+    def _begin_move(self, event: MoveBegun) -> None:
+        """Charge a request to the DE that fetches its KV, as an assignment does."""
+        live, engine_id = self._live.get(event.request_id), event.decode_engine
+        if live is None or not live.prefilled or live.moving_to:
+            raise EngineLostError(
+                f"request {event.request_id!r} has no computed prompt, or its KV is being moved; "
+                "send it again"
+            )
+        if engine_id == live.engines[Role.DECODE] or not self._has_room(engine_id, live):
+            raise EngineLostError(
+                f"engine {engine_id!r} has no room now for {live.decode_tokens} tokens of KV-cache "
+                "more, or gets no requests"
+            )
+        self._ledger.hold(engine_id, live.request_id, live.decode_tokens)
+        self._ledger.assign(engine_id, live.request_id)
+        self._on_engine[engine_id][live.request_id] = None
+        live.moving_to = engine_id
+
+    def _end_move(self, event: MoveEnded) -> None:
+        """Release a moved request at its former DE, or one that was not moved at the other one."""
+        live = self._live.get(event.request_id)
+        if live is None or not live.moving_to:
+            return
+        if event.moved:
+            self._note_stay(live, event.now_s)
+            assert live.assignment is not None, "its prompt is computed"
+            former, live.engines[Role.DECODE] = live.engines[Role.DECODE], live.moving_to
+            live.assignment = msgspec.structs.replace(
+                live.assignment, decode_engine=live.moving_to, de_reason=DE_REASONS[DE_GIVEN]
+            )
+            live.decode_since_s, live.moving_to = event.now_s, former
+        self._release_move(live)
+
+    def _release_move(self, live: LiveRequest) -> None:
+        """Release a request at the DE that it is moved to, or at the one that it has left."""
+        if live.moving_to:
+            self._release_at(live.moving_to, live.request_id)
+            live.moving_to = ""
+
     def _finish(self, live: LiveRequest, now_s: float) -> None:
         """Remove a request that has ended, and take down how long it had its DE."""
+        self._note_stay(live, now_s)
+        self._remove(live)
+
+    def _note_stay(self, live: LiveRequest, now_s: float) -> None:
         if live.assignment is not None and live.decode_since_s is not None:
             decode = self._ledger.engines[live.assignment.decode_engine]
             decode.stayed(max(now_s - live.decode_since_s, 0.0))
-        self._remove(live)
 
     def _remove(self, live: LiveRequest) -> None:
         """Remove a request in whatever state, with everything on its account."""
@@ -617,14 +669,18 @@ class RequestScheduler:
         self._end_reads(live)
         self._release_thirds(live)
         self._set_computing(live, 0)
+        self._release_move(live)
         for role in live.engines:
             self._release(live, role)
 
     def _release(self, live: LiveRequest, role: Role) -> None:
-        """Release a request at its engine of a role, which may be lost by now."""
-        engine_id = live.engines[role]
-        self._ledger.release(engine_id, live.request_id)
-        self._on_engine.get(engine_id, {}).pop(live.request_id, None)
+        """Release a request at its engine of a role."""
+        self._release_at(live.engines[role], live.request_id)
+
+    def _release_at(self, engine_id: str, request_id: str) -> None:
+        """Release a request at an engine, which may be lost by now."""
+        self._ledger.release(engine_id, request_id)
+        self._on_engine.get(engine_id, {}).pop(request_id, None)
 
     # ------------------------------------------------------------------ engines
 

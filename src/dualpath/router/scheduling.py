@@ -145,12 +145,13 @@ class HandedOver(msgspec.Struct, frozen=True):
     """An attempt that has ended its first leg, for the front end of the second one.
 
     If ``decode`` is not that front end's engine, the attempt stays offered: that engine has to take
-    it.
+    it.  ``note`` is a text about a move of the KV: from where, or why there is none; else empty.
     """
 
     request_id: str
     decode: EngineInfo
     transfer: DecodeTransfer
+    note: str = ""
 
 
 class ScheduledAttempt(Protocol):

@@ -8,7 +8,7 @@ SCHEDULERS_OWN = (
     *("standby_lock", "standby_lease", "lease_ca_file", "lease_cert_file", "lease_key_file"),
     *("lease_user", "lease_password_file"),
     *("engine_timeout_s", "suspect_timeout_s", "core_timeout_s", "lookup_timeout_s"),
-    *("release_wait_s", "first_leg_timeout_s", "second_leg_timeout_s"),
+    *("release_wait_s", "first_leg_timeout_s", "second_leg_timeout_s", "move_kv"),
     "exclusive_engine_ids",
     *("read_deadline_s", "read_margin_s", "recompute_limit_s", "alpha_tokens", "beta_tokens"),
     *("append_at_decode_tokens", "engine_groups", "handover", "third_engine_reads"),

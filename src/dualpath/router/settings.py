@@ -280,6 +280,14 @@ class RouterSettings(Settings, frozen=True):
             gt=0,
         ),
     ] = 30.0
+    move_kv: Annotated[
+        bool,
+        Setting(
+            "behind another proxy: a decode engine that gets a second leg moves the prompt's KV "
+            "into its own buffer if another decode engine has it; without room there, and if "
+            "this is off, the leg is passed on to that engine"
+        ),
+    ] = True
     drain_timeout_s: Annotated[
         float,
         Setting("after SIGTERM requests under way may take that long; 0: they end at once", ge=0),

@@ -21,9 +21,10 @@ Leg 1's answer carries the attempt's own name as ``remote_request_id``: no other
 
 Leg 1 names the DE of leg 2 if the proxy has chosen it by then: as ``remote_engine_id``, or by its
 address in the X-Request-Id, where vLLM's router writes it.  Other proxies choose the DE after leg
-1, and most of them do not read in leg 1's answer which DE has the KV.  ``take`` returns that DE
-then, and the DE that got leg 2 passes it on.  Once that leg is over without that DE, ``withdraw``
-releases what the attempt holds there.
+1, and most of them do not read in leg 1's answer which DE has the KV.  Then the DE that got leg 2
+fetches the KV from there.  If it cannot, ``take`` returns the DE that has the KV, and the DE that
+got leg 2 passes it on.  Once that leg is over without that DE, ``withdraw`` releases what the
+attempt holds there.
 
 If no DE has the KV any more (``take`` raises), the DE's front end begins that leg again, as an
 attempt that only this DE may serve and of which it runs the first leg itself
@@ -547,11 +548,14 @@ class TwoLegs:
             return
         await until(False)
 
-    async def take(self, params: LegParameters, request_id: str) -> SecondLeg | HandedOver:
-        """Return the attempt that a second leg continues at this DE, or where its KV is.
+    async def take(
+        self, params: LegParameters, request_id: str, *, moves: bool = True
+    ) -> SecondLeg | HandedOver:
+        """Return the attempt that a second leg continues at this DE, or where its KV stays.
 
-        The caller calls ``decoding_started`` when the DE generates, and ``close`` in any case; or
-        ``withdraw`` if the leg ends without the other DE.
+        KV at another DE is moved here, if possible and if ``moves``.  The caller calls
+        ``decoding_started`` when the DE generates, and ``close`` in any case; or ``withdraw`` if
+        the leg ends without the other DE.
         Raises an error of ``core.errors`` with the reason if there is none.
         """
         self._check_role(Role.DECODE, "second")
@@ -563,7 +567,7 @@ class TwoLegs:
             )
         # Not long: without the scheduler the prompt is computed here.
         await self._link.wait_for_engines(0, 1, _LIMITS.first_leg_timeout_s)
-        attempt = await self._link.take(name, self.engine_id)
+        attempt = await self._link.take(name, self.engine_id, moves=moves)
         if isinstance(attempt, HandedOver):
             return attempt
         try:
@@ -575,7 +579,7 @@ class TwoLegs:
             attempt,
             attempt.transfer,
             params.remote_prefill_cached_tokens,
-            f"transferred; {attempt.order.attempt_id}",
+            "; ".join(filter(None, ("transferred", attempt.order.attempt_id, attempt.note))),
             self._watch,
             attempt.engine,
         )
@@ -590,7 +594,7 @@ class TwoLegs:
         Waits for its first leg as ``take`` does.
         """
         with contextlib.suppress(DualPathError):
-            leg = await self.take(params, request_id)
+            leg = await self.take(params, request_id, moves=False)
             if isinstance(leg, HandedOver):
                 self.withdraw(leg, reason)
             else:

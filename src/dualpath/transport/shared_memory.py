@@ -319,13 +319,16 @@ class SharedMemoryTransport(CopyTransport):
         for mapping in self.fabric.mappings(agent):
             mapping.pin(self.hbm)
 
-    def serves(self, agent: str) -> bool:
-        """Whether a peer is connected, and its memory is pinned if that is necessary."""
+    def serves(self, agent: str, *, dram: bool = False) -> bool:
+        """Whether a peer is connected, and its memory is pinned if that is necessary.
+
+        With ``dram`` it is not: KV is copied from DRAM to DRAM, by the processor.
+        """
         try:
             mappings = self.fabric.mappings(agent)
         except PeerLostError:
             return False
-        return self.hbm is None or all(mapping.pinned for mapping in mappings)
+        return dram or self.hbm is None or all(mapping.pinned for mapping in mappings)
 
     def disconnect(self, agent: str) -> None:
         """Disconnect a peer and drop its mappings, which stay until their copies have ended."""
@@ -449,8 +452,11 @@ class NearestTransport:
 
     Copies within this engine use ``memory`` if both ends are in DRAM.  HBM is copied by the device
     (``memory.hbm``): then a peer's memory must be pinned, and the network serves the peer until a
-    thread has pinned it.  HBM of a device that leaves copies to NIXL (``device_copies``) is reached
-    through the network only, and so is memory of a peer that is in none of its memory files.
+    thread has pinned it.  A peer of which no views are connected is not pinned: whole pieces are
+    copied between its DRAM and this engine's, by the processor.
+
+    HBM of a device that leaves copies to NIXL (``device_copies``) is reached through the network
+    only, and so is memory of a peer that is in none of its memory files.
     """
 
     def __init__(self, memory: SharedMemoryTransport, network: Transport) -> None:
@@ -496,7 +502,7 @@ class NearestTransport:
         self._far[peer.agent] = far = frozenset(
             view.name for view in views if not _is_shared(view, peer)
         )
-        if self._memory.serves(peer.agent):
+        if self._memory.serves(peer.agent, dram=not views):
             if far:
                 self._connect_far(peer, views)
             log.info("this engine reaches %s through shared memory", peer.agent)
@@ -536,7 +542,7 @@ class NearestTransport:
         """Post one transfer through the transport that serves the peer; see the contract."""
         within = agent == self._memory.agent and {local_region, remote_region} <= self._dram
         far = remote_region in self._far.get(agent, ())
-        near = within or (self._memory.serves(agent) and not far)
+        near = within or (self._memory.serves(agent, dram=local_region in self._dram) and not far)
         transport: Transport = self._memory if near else self._network
         return transport.post(
             *(direction, local_region, local_pieces, agent, remote_region, remote_pieces),

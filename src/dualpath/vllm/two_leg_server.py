@@ -7,7 +7,8 @@ both sides.  The body of a leg is passed on with other ``kv_transfer_params``:
   exactly these tokens, one token to generate, and a prefill transfer.  Its answer gets the
   ``kv_transfer_params`` for leg 2.
 - *Leg 2* at a DE: vLLM gets the request with a decode transfer.  If the KV is in the buffer of
-  another DE, that one gets the request, and this server passes its answer on.  If no DE has the KV,
+  another DE, it is moved into this one's; if it cannot be, the other DE gets the request, and this
+  server passes its answer on.  If no DE has the KV,
   a prefill engine of the scheduler's choice fills this DE's buffer, with what is stored by then.
   If that fails, and for requests without parameters, the DE computes the prompt itself.  The
   header ``PREFILL_HEADER`` of its answer gives the reason.
@@ -397,8 +398,12 @@ class TwoLegServer:
             await send(message)
 
         lost: asyncio.Future[None] = asyncio.ensure_future(self._lost(holder))
+        logger.info(
+            "a second leg is passed on to engine %s, which has its KV: %s",
+            *(holder.engine_id, handed.note or "it is not moved"),
+        )
         try:
-            await run_until_broken(self._pass_on(scope, request, holder, sending), lost)
+            await run_until_broken(self._pass_on(scope, request, handed, sending), lost)
         except DualPathError as error:
             logger.warning("a second leg was passed on in vain: %s", error)
             if began:
@@ -422,12 +427,13 @@ class TwoLegServer:
         raise EngineLostError(f"engine {engine.engine_id} is lost; check that it runs, and its log")
 
     async def _pass_on(
-        self, scope: Message, request: dict[str, Any], holder: EngineInfo, send: Send
+        self, scope: Message, request: dict[str, Any], handed: HandedOver, send: Send
     ) -> None:
         """Pass a request and its answer on.
 
         Raises an error of ``core.errors`` without an answer below 500, and if a stream breaks off.
         """
+        holder = handed.decode
         headers = {name.decode(): value.decode() for name, value in _passed(scope["headers"])}
         headers[PASSED_ON_HEADER] = self._engine_id
         body = msgspec.json.encode(request)
@@ -443,6 +449,8 @@ class TwoLegServer:
             whole = b"" if streams else await answer.read()
             shown = [*_passed(answer.raw_headers, PREFILL_HEADER.lower())]
             origin = f"{answer.headers.get(PREFILL_HEADER, '')}; at {holder.engine_id}"
+            if handed.note:
+                origin += f": {handed.note}"
             await _with_header(send, origin)(
                 {"type": "http.response.start", "status": answer.status, "headers": shown}
             )

@@ -62,6 +62,7 @@ class ClusterFeature(enum.Enum):
     UNITS = enum.auto()
     LEASE = enum.auto()
     PROXIES = enum.auto()
+    MOVES = enum.auto()
 
 
 class FaultKind(msgspec.Struct, frozen=True):
@@ -273,6 +274,24 @@ class Adversary:
         elif self.cluster.engines[victim].process.alive:
             self.cluster.restart_engine(victim, self._pause_s())
 
+    def strike_move(self, polls: int = _CALL_POLLS) -> None:
+        """SIGKILL, or SIGSTOP for a while, of a decode engine from or to which KV is moved."""
+        router = self.cluster.router
+        moves = router.service.scheduler.handovers.moves if router.serves else []
+        if not moves:
+            if polls:
+                again = functools.partial(self.strike_move, polls - 1)
+                self.world.after(_CALL_POLL_S, again)
+            return
+        victim = self.world.chance.choice(self.world.chance.choice(moves))
+        engine = self.cluster.engines.get(victim)
+        if engine is None or not engine.process.alive:
+            return
+        if self.world.chance.random() < 1 / 2:
+            self.cluster.restart_engine(victim, self._pause_s())
+        else:
+            self.world.after(self._pause_s(), self.stop(engine.process))
+
     def kill_both(self) -> None:
         """SIGKILL of the router and a front end at once."""
         self.kill_router()
@@ -481,6 +500,12 @@ FAULT_KINDS = (
         Component.ENGINES,
         Adversary.end_between_legs,
         needs=ClusterFeature.PROXIES,
+    ),
+    FaultKind(
+        "kill or stop a decode engine of a move",
+        Component.ENGINES,
+        Adversary.strike_move,
+        needs=ClusterFeature.MOVES,
     ),
     FaultKind(
         "kill the router and a front end",

@@ -84,7 +84,8 @@ class Cluster:
         ]
         self.front_ends = FrontEnds(self.shared, settings.router, settings.front_ends, self._host)
         self.proxies = Proxies(
-            *(self.shared, settings.proxies, self._host, self._serving, self._all_joined, faults)
+            *(self.shared, settings.proxies, self._host, self._serving, self._all_joined, faults),
+            moves=settings.moves,
         )
         for role, count in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
             for index in range(count):

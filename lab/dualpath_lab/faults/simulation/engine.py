@@ -14,6 +14,7 @@ from dualpath.core.control import Release, decode_engine_message, decode_router_
 from dualpath.core.errors import ConfigError, DualPathError, EngineLostError, StorageError
 from dualpath.core.transfers import CallAssignment
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION, BlockBuffer
+from dualpath.engine.control.fetches import _Fetching
 from dualpath.engine.control.link import RouterConnection
 from dualpath.engine.control.surroundings import Surroundings, open_node_dram
 from dualpath.engine.passes.device import Device
@@ -340,6 +341,10 @@ class SimEngine:
         #: Buffers and slots that a read from storage writes to; the buffer may be one of a former
         #: data plane, which a slow read outlives.
         self._read_into: set[tuple[BlockBuffer, int]] = set()
+        #: Slots that a fetch writes to: its name, and the slot of the other engine.
+        self._fetched_into: dict[int, tuple[str, int]] = {}
+        #: Requests of which a fetch has read slots that were not theirs any more.
+        self._wrongly_fetched: set[str] = set()
         self._files = EngineFiles(shared, self.threads, self.known, self._reading)
         shared.world.note(self.name, "starts")
         others = range(1, settings.tensor_parallel_size)
@@ -382,6 +387,7 @@ class SimEngine:
             return
         self._watch_hbm(plane)
         self._watch_copies(plane)
+        self._watch_fetches(plane)
         self._watch_calls(plane)
         self.plane = plane
         prefills = self.settings.engine.role is Role.PREFILL
@@ -561,13 +567,17 @@ class SimEngine:
     def owner_of(self, region: str, piece: int) -> str | None:
         """Return the request for which bytes may arrive in a piece of a region, None if for none.
 
-        A slot that a read from storage writes to has no owner.
+        A slot that a read from storage writes to has no owner.  One that a fetch writes to is the
+        fetch's while it is pinned, also after the end of its request.
         """
         if self.plane is None:
             return None
         manager = self.plane.manager
         memory = region.partition(".")[0]
         if memory == BUFFER_REGION:
+            fetch, _ = self._fetched_into.get(piece, ("", 0))
+            if fetch and manager.buffer.is_pinned(piece):
+                return fetch
             reading = (manager.buffer, piece) in self._read_into
             return None if reading else manager.buffer.owner(piece)
         if memory == STAGING_REGION:
@@ -630,9 +640,46 @@ class SimEngine:
                     f"{self.name}: {request_id} is copied from slots {sorted(others)}, which it "
                     "does not hold"
                 )
+            if early := [s for step in steps for s in step.slots if s in self._fetched_into]:
+                self.shared.world.problem(
+                    f"{self.name}: {request_id} is copied from slots {early}, into which its KV is "
+                    "still fetched"
+                )
+            if request_id in self._wrongly_fetched:
+                self.shared.world.problem(
+                    f"{self.name}: {request_id} decodes KV that was fetched from slots of others"
+                )
             copy(request_id, steps, hbm_blocks, done)
 
         copier.into_hbm = checked  # type: ignore[method-assign]
+
+    def _watch_fetches(self, plane: DataPlane) -> None:
+        """Note which slots fetches write to, and whether the slots that they read are theirs.
+
+        A fetch may read slots of others if its request is over: then nothing of it is used.
+        """
+        fetches = plane.manager._fetches
+        post, step_over = fetches._post, fetches._step_over
+
+        def posted(fetching: _Fetching, step: Step, source_slot: int) -> None:
+            (slot,) = step.slots
+            self._fetched_into[slot] = f"fetch of {fetching.grant.request_id}", source_slot
+            post(fetching, step, source_slot)
+
+        def ended(
+            fetching: _Fetching, step: Step, start_ns: int, error: str | None, *, settled: bool
+        ) -> None:
+            request_id, (slot,) = fetching.grant.request_id, step.slots
+            _, source_slot = self._fetched_into.pop(slot)
+            source = self.shared.agents[fetching.agent].plane
+            assert source is not None, "an agent belongs to a data plane"
+            # A slot that is the request's now was its own all the time.
+            if source_slot not in source.manager.buffer._pool.slots_of(request_id):
+                self._wrongly_fetched.add(request_id)
+            step_over(fetching, step, start_ns, error, settled=settled)
+
+        fetches._post = posted  # type: ignore[method-assign]
+        fetches._step_over = ended  # type: ignore[method-assign]
 
     def _watch_calls(self, plane: DataPlane) -> None:
         """Check that a call is served in the session of its assignment, and not after its release.

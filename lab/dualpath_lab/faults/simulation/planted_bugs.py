@@ -16,7 +16,7 @@ import msgspec
 
 from dualpath.core.blocks import BlockKey, BlockOrigin, KeyExtras, StoreNamespace, block_keys
 from dualpath.core.cluster import HostProcess, Role
-from dualpath.core.control import Envelope, GrantRead, Register, Release
+from dualpath.core.control import Assign, Envelope, FetchDone, GrantRead, Register, Release
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.runs import HitRun
 from dualpath.core.sessions import Channel
@@ -25,6 +25,7 @@ from dualpath.engine.buffer.block_buffer import NO_REQUEST, BlockBuffer, CachedB
 from dualpath.engine.buffer.dram_tier import Retention
 from dualpath.engine.buffer.hbm_reservations import HbmReservations
 from dualpath.engine.control.assigned_requests import ActiveRequests, TakenNumbers
+from dualpath.engine.control.fetches import Fetches
 from dualpath.engine.control.membership import Membership
 from dualpath.engine.control.peers import Peers
 from dualpath.engine.control.surroundings import Surroundings
@@ -43,12 +44,14 @@ from dualpath.node.system_calls import create_file
 from dualpath.policy.units import UnitPolicy
 from dualpath.router import two_legs
 from dualpath.router.engine_calls import Job
+from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import Attempt, RequestLife
 from dualpath.router.scheduler import attempt as engine_attempt
 from dualpath.router.scheduler import leases, link_messages, registry
 from dualpath.router.scheduler.attempt import EngineAttempt
 from dualpath.router.scheduler.control_server import ControlServer, LivenessProbes, NamedPeers
+from dualpath.router.scheduler.dispatch import Dispatch
 from dualpath.router.scheduler.exchange import Exchange
 from dualpath.router.scheduler.front_end_server import FrontEndServer, FrontEndSession
 from dualpath.router.scheduler.handovers import Handovers
@@ -310,6 +313,53 @@ def _freed_when_late(
 _own = FrontEndSession._own
 
 
+def _answered_at_once(self: Fetches, request: Assign) -> None:
+    """``Fetches.begin`` that reports the KV as complete before it has arrived."""
+    _begin_fetch(self, request)
+    if (fetching := self._open.get(request.request_id)) is not None:
+        grant = fetching.grant
+        self._send(FetchDone(request.request_id, grant.slots, grant.cached))
+
+
+async def _fetched_from_freed(
+    self: EngineAttempt, source: EngineInfo, target: EngineInfo
+) -> FetchDone:
+    """``EngineAttempt._fetched`` that releases the source before its slots are read."""
+    self._scheduler.releases.release(source.engine_id, self.attempt_id, "its KV is moved")
+    return await _fetched(self, source, target)
+
+
+def _fetched_from_any_process(self: Fetches, request: Assign) -> None:
+    """``Fetches.begin`` for whichever process of the source is connected."""
+    fetch = request.fetch
+    if fetch is not None and (peer := self._peers._peers.get(fetch.engine_id)) is not None:
+        fetch = msgspec.structs.replace(fetch, epoch=peer.epoch)
+    _begin_fetch(self, msgspec.structs.replace(request, fetch=fetch))
+
+
+def _not_lost_with_kv(self: EngineAttempt, engine_id: str, reason: str) -> None:
+    """``EngineAttempt.engine_lost`` that ignores the loss of an engine with complete KV."""
+    if not self._complete:
+        _attempt_lost(self, engine_id, reason)
+
+
+@contextlib.contextmanager
+def _moved_from_restarted() -> Iterator[None]:
+    """Plant all that is needed: the scheduler protects a move from it more than once."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, other in (
+            (EngineAttempt, "engine_lost", _not_lost_with_kv),
+            (Dispatch, "move_begins", lambda self, request_id, engine_id: None),
+            (Fetches, "begin", _fetched_from_any_process),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, other))
+        yield
+
+
+_begin_fetch, _fetched = Fetches.begin, EngineAttempt._fetched
+_attempt_lost = EngineAttempt.engine_lost
+
+
 class _BlindWatch(CallWatch):
     """Notices no silent call."""
 
@@ -342,6 +392,18 @@ LEG_BUGS: dict[str, PlantedBug] = {
     "first-leg-unended": PlantedBug(
         "a second leg goes on waiting for a first leg that has failed",
         replaced(Handovers, "first_leg_ended", lambda self, attempt_id: None),
+    ),
+    "move-unawaited": PlantedBug(
+        "a DE decodes a prompt that it moves from another DE before all of it has arrived",
+        replaced(Fetches, "begin", _answered_at_once),
+    ),
+    "moved-from-freed": PlantedBug(
+        "slots of a DE from which a prompt is moved are freed before they have been read",
+        replaced(EngineAttempt, "_fetched", _fetched_from_freed),
+    ),
+    "moved-from-restarted": PlantedBug(
+        "a prompt is moved from a DE that was restarted since it had the prompt",
+        _moved_from_restarted,
     ),
 }
 

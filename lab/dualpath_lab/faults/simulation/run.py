@@ -485,6 +485,8 @@ class _Run:
             world.note("world", f"decode engines append up to {append_tokens} tokens")
         if settings.proxies:
             world.note("world", f"{settings.proxies} proxies of others")
+        if settings.moves:
+            world.note("world", "KV is moved between decode engines")
         if settings.node_dram_blocks:
             world.note("world", f"{settings.node_dram_blocks} blocks of DRAM for each machine")
         if settings.weight_updates:
@@ -506,6 +508,7 @@ class _Run:
         features |= {ClusterFeature.UNITS} if settings.units > 1 else set()
         features |= {ClusterFeature.LEASE} if settings.standby.leased else set()
         features |= {ClusterFeature.PROXIES} if settings.proxies else set()
+        features |= {ClusterFeature.MOVES} if settings.moves else set()
         possible = [kind for kind in kinds if kind.needs in (None, *features)]
         self.adversary = Adversary(world, self.cluster, self.clients, self.faults, possible)
 

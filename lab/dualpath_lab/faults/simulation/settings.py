@@ -125,6 +125,11 @@ class ClusterSettings(msgspec.Struct, frozen=True):
         """Whether the storage has a quota, and thus a janitor."""
         return self.quota_blocks > 0 or self.tenant_quota_blocks > 0
 
+    @property
+    def moves(self) -> bool:
+        """Whether KV is moved to decode engines that get second legs."""
+        return self.proxies > 0 and self.decode > 1 and self.router.move_kv
+
     def usual_ranks(self, role: Role) -> int:
         """Engines of a group of a role, unless another number was requested."""
         return self.prefill_ranks if role is Role.PREFILL else self.decode_ranks
@@ -384,16 +389,40 @@ def has_proxies(seed: int) -> bool:
     return seed % 11 in _BEHIND_OTHERS and seed % 7 != 3 and not has_trainer(seed)
 
 
+#: Share of clusters with proxies in which KV may be moved between decode engines.
+_MOVES_KV = 0.45
+
+
+def has_moves(seed: int) -> bool:
+    """Whether KV is moved to decode engines that get second legs, of which there are several."""
+    return (
+        has_proxies(seed) and _moves_kv(seed) and _decode_engines(Random(f"proxies of {seed}")) > 1
+    )
+
+
+def _moves_kv(seed: int) -> bool:
+    return Random(f"moved KV of {seed}").random() < _MOVES_KV
+
+
+def _decode_engines(chance: Random) -> int:
+    """Return how many decode engines a cluster with proxies has."""
+    return chance.choice((1, 2, 2, 3))
+
+
 def _with_proxies(settings: ClusterSettings, seed: int) -> ClusterSettings:
     """Let proxies of others send legs, as in a fifth of clusters; no engine is in a group there."""
     chance = Random(f"proxies of {seed}")
     router = msgspec.structs.replace(
-        settings.router, front_ends_port=0, first_leg_timeout_s=0.5, second_leg_timeout_s=3.0
+        settings.router,
+        front_ends_port=0,
+        first_leg_timeout_s=0.5,
+        second_leg_timeout_s=3.0,
+        move_kv=_moves_kv(seed),
     )
     return msgspec.structs.replace(
         settings,
         router=router,
-        decode=chance.choice((1, 2, 2, 3)),
+        decode=_decode_engines(chance),
         prefill_ranks=1,
         decode_ranks=1,
         units=1,

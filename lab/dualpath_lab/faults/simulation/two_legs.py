@@ -268,7 +268,7 @@ class Way(NamedTuple):
     how the first leg names the decode engine.  ``follows`` the answer: the second leg goes to the
     engine that it names, else to one in turn.  ``crossed``: the second leg has the parameters of
     another request whose second leg was never sent.  ``leaves``: the proxy closes the connections
-    after a while.
+    after a while.  ``late``: the second leg waits at the proxy for a while.
     """
 
     name: str
@@ -281,6 +281,7 @@ class Way(NamedTuple):
     follows: bool = False
     crossed: bool = False
     leaves: bool = False
+    late: bool = False
 
 
 _USUAL = (
@@ -303,11 +304,15 @@ _UNUSUAL = (
     Way("the proxy leaves", leaves=True),
     Way("the proxy leaves both legs", at_once=True, named_by="transfer_id", leaves=True),
 )
+#: Further usual ways where KV is moved: engines may end before the second leg comes.
+_WITH_MOVES = (Way("in turn, leg 2 comes late", late=True),)
 #: Share of requests that are sent in an unusual way at first.
 _UNUSUAL_SHARE = 0.4
 #: Delay of the first leg if the second one comes first, and until a proxy leaves.
 _LATER_S = (0.0, 0.01, 0.1, 1.0)
 _LEAVES_S = (0.001, 0.01, 0.02, 0.05, 0.2)
+#: Delay of a second leg that waits at the proxy.
+_LATE_S = (0.3, 1.0, 2.0)
 #: Limit of the proxy for both legs: connections may be silent for ever.
 _LEGS_S = 60.0
 _AGAIN_S = (0.05, 0.3, 1.0)
@@ -331,7 +336,8 @@ class SimProxy(ClientEndpoint):
     """A proxy from the start of its process to its end, after which ``ended`` is called.
 
     ``engines`` returns the URLs of the engines of a role that serve, by name, ``ready`` whether the
-    scheduler knows all engines, and ``faults`` is the number of faults of the run.
+    scheduler knows all engines, ``faults`` is the number of faults of the run, and ``moves`` is
+    whether KV is moved between decode engines.
     """
 
     records: Sequence[RequestRecord] = ()
@@ -344,9 +350,11 @@ class SimProxy(ClientEndpoint):
         engines: Callable[[Role], Mapping[str, str]],
         ready: Callable[[], bool],
         faults: int,
+        moves: bool,
         ended: Callable[[], None],
     ) -> None:
         super().__init__(shared, name, host)
+        self._usual = (*_USUAL, *_WITH_MOVES) if moves else _USUAL
         self.serves = True
         self._ended = ended
         self._engines, self._ready = engines, ready
@@ -393,7 +401,7 @@ class SimProxy(ClientEndpoint):
             chance = self._world.chance
             unusual = first and chance.random() < _UNUSUAL_SHARE
             first = False
-            way = chance.choice(_UNUSUAL if unusual else _USUAL)
+            way = chance.choice(_UNUSUAL if unusual else self._usual)
             self._world.note(job.request_id, f"its legs: {way.name}")
             got = 0
             legs = self._legs(job, way)
@@ -451,6 +459,8 @@ class SimProxy(ClientEndpoint):
             if way.follows and firsts:
                 decode = params[PARAMETERS]["remote_engine_id"]
             self._world.maybe_fault()
+            if way.late:
+                await asyncio.sleep(self._world.pick(_LATE_S))
             if not way.seconds:
                 self._never_sent.append(params)
                 raise _AbandonedError
@@ -638,11 +648,13 @@ class Proxies:
         engines: Callable[[Role], Mapping[str, str]],
         ready: Callable[[], bool],
         faults: int,
+        *,
+        moves: bool,
     ) -> None:
         self._shared = shared
         self._host = host
         self._engines, self._ready = engines, ready
-        self._faults = faults
+        self._faults, self._moves = faults, moves
         self._starts: dict[str, int] = {}
         self._now: dict[str, SimProxy] = {}
         #: Every process so far.
@@ -666,7 +678,7 @@ class Proxies:
             world = self._shared.world
             world.after(world.pick(self._PAUSES_S), lambda: self._start(name))
 
-        knows = (self._engines, self._ready, self._faults)
+        knows = (self._engines, self._ready, self._faults, self._moves)
         proxy = SimProxy(self._shared, f"{name}#{start}", self._host(name), *knows, ended)
         self._now[name] = proxy
         self.all.append(proxy)

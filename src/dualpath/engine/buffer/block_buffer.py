@@ -416,21 +416,34 @@ class SlotPool:
     def grant(self) -> list[Grant]:
         """Grant reservations from the head of the queue while they fit."""
         granted = []
-        while self._waiting and self._waiting[0].count - len(self._waiting[0].keys) <= self.free:
-            request_id, count, keys = msgspec.structs.astuple(self._waiting[0])
-            cached = self.cached.cached_slots(keys)
-            if count - len(cached) > self.free - sum(map(self.cached.is_evictable, cached)):
-                break
+        while self._waiting and (grant := self._lease(self._waiting[0])) is not None:
             self._waiting.popleft()
-            assert request_id not in self._leases, f"request {request_id} has a lease already"
-            for slot in cached:
-                self._in_use += self.cached.touch(slot)
-                self._ref_count[slot] += 1
-            slots = cached + [self._allocate(request_id) for _ in range(count - len(cached))]
-            self._leases[request_id] = slots
-            granted.append(Grant(request_id, tuple(slots), len(cached)))
+            granted.append(grant)
         self._check_count()
         return granted
+
+    def grant_now(self, request_id: str, count: int, keys: Sequence[BlockKey] = ()) -> Grant | None:
+        """Grant a reservation as ``request``, None if it would have to wait: it is not queued."""
+        wanted = _Waiting(request_id, count, keys[:count])
+        grant = None if self._waiting else self._lease(wanted)
+        self._check_count()
+        return grant
+
+    def _lease(self, wanted: _Waiting) -> Grant | None:
+        """Grant a reservation if it fits."""
+        request_id, count, keys = msgspec.structs.astuple(wanted)
+        if count - len(keys) > self.free:
+            return None
+        cached = self.cached.cached_slots(keys)
+        if count - len(cached) > self.free - sum(map(self.cached.is_evictable, cached)):
+            return None
+        assert request_id not in self._leases, f"request {request_id} has a lease already"
+        for slot in cached:
+            self._in_use += self.cached.touch(slot)
+            self._ref_count[slot] += 1
+        slots = cached + [self._allocate(request_id) for _ in range(count - len(cached))]
+        self._leases[request_id] = slots
+        return Grant(request_id, tuple(slots), len(cached))
 
     def allocate(self) -> int | None:
         """Lease a free slot to no request; None if none is free.
@@ -695,6 +708,14 @@ class BlockBuffer:
         with self._lock:
             grants = self._pool.request(request_id, count, keys)
         self._announce(grants)
+
+    def grant_now(self, request_id: str, count: int, keys: Sequence[BlockKey] = ()) -> Grant | None:
+        """Return a reservation that is granted at once, None if it would have to wait.
+
+        ``granted`` is not called for it.
+        """
+        with self._lock:
+            return self._pool.grant_now(request_id, count, keys)
 
     def cache_blocks(
         self, request_id: str, slots: Sequence[int], keys: Sequence[BlockKey], parent: BlockKey

@@ -88,8 +88,10 @@ class _Request:
         hbm_wanted: HbmWanted = NO_HBM,
         *,
         called: bool = False,
+        fetches: bool = False,
     ) -> None:
         self.tokens = tokens
+        self.fetches = fetches
         self.hbm_wanted = hbm_wanted
         self.assigned_ns = assigned_ns
         self.keys = keys
@@ -152,11 +154,16 @@ class ActiveRequests:
         now_ns: int,
         keys: Sequence[BlockKey] = (),
         hbm_wanted: HbmWanted = NO_HBM,
+        *,
+        fetches: bool = False,
     ) -> None:
-        """Count a request of ``tokens`` that was assigned to this engine with these keys."""
+        """Count a request of ``tokens`` that was assigned to this engine with these keys.
+
+        ``fetches``: this engine itself fetches its KV, and no other one writes it.
+        """
         with self._lock:
             assert request_id not in self._active, f"request {request_id} is active already"
-            self._active[request_id] = _Request(tokens, now_ns, keys, hbm_wanted)
+            self._active[request_id] = _Request(tokens, now_ns, keys, hbm_wanted, fetches=fetches)
 
     def to_be_persisted(self, request_id: str) -> Sequence[BlockKey] | None:
         """Return the keys of a request whose new blocks are not being persisted yet, else None."""
@@ -186,7 +193,8 @@ class ActiveRequests:
                 if request.streams:
                     request.release = request.release or Release(request_id, reason)
                     continue
-                dropped[request_id] = not (request.persist_seen or request.kv_in_hbm)
+                complete = request.persist_seen or request.kv_in_hbm
+                dropped[request_id] = not (complete or request.fetches)
                 request.detached = request.kv_in_hbm and not request.ended
                 if not request.detached:
                     del self._active[request_id]

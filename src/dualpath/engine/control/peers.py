@@ -1,4 +1,4 @@
-"""The engines of the other role that one engine shares requests with."""
+"""The engines that one engine shares requests with: of the other role, and DEs at a DE."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -23,10 +23,12 @@ UNANNOUNCED_S = 120.0
 class Peers:
     """Connects and disconnects peers; stores the processes that may still have transfers in flight.
 
-    The PE starts all transfers between engines, so only PEs connect, and only DEs have writers.  A
+    All transfers between engines are with a DE's memory: PEs start those with them, and a DE reads
+    from another one.  So engines connect to DEs only, and only DEs have writers, which are PEs.  A
     peer that cannot be reached when it is announced does not affect others; its connection is
     retried when it is needed.  Rank ``rank`` of ``ranks`` connects only to its share of a peer's
-    agents.
+    agents.  ``views`` are those by which a PE addresses parts of blocks; a DE reads whole blocks of
+    other DEs, and has None.
 
     In each session a peer is announced before the first request that needs it.  Connections of the
     session before stay, as a forward pass may still use them; those of peers that are not
@@ -35,15 +37,13 @@ class Peers:
 
     def __init__(
         self,
-        role: Role,
         transport: Transport,
-        views: PartViews,
+        views: PartViews | None,
         threads: Threads = OS_THREADS,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
         self._rank, self._ranks = rank, ranks
-        self._connects = role is Role.PREFILL
         self._transport = transport
         self._views = views
         self._lock = threads.lock()
@@ -65,7 +65,7 @@ class Peers:
             self._peers[peer.engine_id] = peer
             if peer.role is Role.PREFILL:
                 self._writers[peer.writer.id] = peer.writer
-        if self._connects:
+        if peer.role is Role.DECODE:
             try:
                 self._connect(peer)
             except TransportError as error:
@@ -83,7 +83,7 @@ class Peers:
                 peer = None
             if message.certain:
                 self._writers.pop((message.engine_id, message.epoch), None)
-        if peer is not None and self._connects:
+        if peer is not None and peer.role is Role.DECODE:
             for agent in self._of(peer):
                 self._connected.discard(agent.agent)
                 self._transport.disconnect(agent.agent)
@@ -148,9 +148,11 @@ class Peers:
     def _connect_agent(self, engine_id: str, address: AgentAddress) -> None:
         agent = agent_info(address)
         buffers = (region for region in agent.regions if region.name == BUFFER_REGION)
+        views: list[RegionInfo] = []
         try:
-            views = [view for buffer in buffers for view in self._views.of(buffer)]
-            views += self._views.of_hbm([_region(view) for view in address.hbm])
+            if self._views is not None:
+                views += [view for buffer in buffers for view in self._views.of(buffer)]
+                views += self._views.of_hbm([_region(view) for view in address.hbm])
             self._transport.connect(agent, views)
         except ConfigError as error:
             raise TransportError(f"engine {engine_id}: {error}") from error

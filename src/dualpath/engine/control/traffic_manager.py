@@ -55,6 +55,7 @@ from dualpath.engine.control.assigned_requests import (
     ServedPrompts,
     SessionTeardown,
 )
+from dualpath.engine.control.fetches import Fetches
 from dualpath.engine.io.lookups import Lookups
 from dualpath.engine.io.persister import Persister, WriteShare
 from dualpath.engine.io.read_queue import ReadQueue, ReadTask
@@ -161,6 +162,7 @@ class TrafficManager:
             share=share,
         )
         self._retention = Retention(self.buffer, self._reader.fetch, self._reader.cancel_fetch)
+        self._fetches = Fetches(rank, self.buffer, send, self._tier.granted)
         self._teardown = SessionTeardown(
             *(settings.role, self.active, self.buffer, self.reserved_hbm, rank.peers, self._cancel)
         )
@@ -325,7 +327,9 @@ class TrafficManager:
             self._send(Released(request_id=request_id))
 
     def _assign(self, message: Assign) -> None:
-        """Count a request and queue its reservation of slots; ``_granted`` follows.
+        """Count a request and queue its reservation of slots, or begin its fetch.
+
+        ``_granted`` or ``FetchDone`` follows.
 
         Raises ``BadRequestError`` if an earlier request of this id is still here,
         ``BufferTooSmallError`` for more slots than the buffer has.
@@ -340,7 +344,11 @@ class TrafficManager:
         if wanted.prompt_tokens:
             self.reserved_hbm.check(message.request_id, *wanted)
         request_id, shared = message.request_id, message.keys[: message.shared_blocks]
-        self.active.add(request_id, message.tokens, self.trace.now_ns(), message.keys, wanted)
+        fetches, now_ns = message.fetch is not None, self.trace.now_ns()
+        self.active.add(request_id, message.tokens, now_ns, message.keys, wanted, fetches=fetches)
+        if fetches:
+            self._fetches.begin(message)
+            return
         if message.reserve_blocks == 0:
             if wanted.prompt_tokens:
                 self._reserve_hbm(Grant(request_id, ()), wanted)
@@ -427,12 +435,14 @@ class TrafficManager:
         return None if assigned_ns is None else (self.trace.now_ns() - assigned_ns) / _NS_PER_S
 
     def _cancel_reads(self, request_id: str) -> None:
+        """Read nothing more for a request, from storage or from another DE."""
+        self._fetches.cancel(request_id)
         with self._grant_lock:
             self._grant_reads.pop(request_id, None)
         self._reader.cancel(request_id)
 
     def _cancel(self, request_id: str) -> None:
-        """Drop what a request waits for: its storage reads, and its load into HBM."""
+        """Drop what a request waits for: its reads, and its load into HBM."""
         self._cancel_reads(request_id)
         self._prompts.released(request_id)
 
@@ -487,7 +497,7 @@ class TrafficManager:
         return self._teardown.in_doubt()
 
     def tick(self, now_ns: int) -> None:
-        """Answer reads and look-ups that are past their deadline; called periodically.
+        """Answer reads, fetches and look-ups past their deadline; called periodically.
 
         Also runs callbacks that waited for the engine's other ranks, and reports changes of the
         DRAM cache to the router.
@@ -495,6 +505,7 @@ class TrafficManager:
         self._rank.poll()
         self.peers.expire(now_ns)
         self._reader.expire(now_ns)
+        self._fetches.expire(now_ns)
         self._retention.expire(now_ns)
         self._lookups.expire(now_ns)
         self._tier.send_changes()
@@ -562,6 +573,7 @@ class TrafficManager:
 
         Return whether the threads that move bytes have ended, and no PE may write to HBM.
         """
+        self._fetches.close()
         self._generated.close(limit)
         moved = self._rank.close(limit)
         written = self.persister.close(limit)

@@ -2,7 +2,8 @@
 
 These follow from the source and destination of the step.  With both ends in this engine it is a
 copy, by the device's copier or, without one, by a transport to itself (§5.2).  With one end in this
-engine it is a write to the other engine or a read from it; the prefill engine starts all of these.
+engine it is a write to the other engine or a read from it; the prefill engine starts these, and a
+decode engine reads Full Blocks from another one's buffer.
 
 Each part of a layer is a transfer of the transport; together they count as one transfer.
 """
@@ -173,6 +174,19 @@ class StepTransfers:
         transfer = post_together(posts)
         self._counters.moved(step, step.bytes * self._copies_of(step))
         return transfer, tuple(events)
+
+    def fetch(self, step: Step, source_slot: int, agent: str) -> Transfer:
+        """Post the move of one Full Block from a slot of another DE's buffer into this DE's.
+
+        Raises ``TransportError`` if nothing was posted.
+        """
+        transfer = self._transport.post(
+            Direction.READ,
+            *(BUFFER_REGION, step.slots, agent, BUFFER_REGION, (source_slot,)),
+            traffic_class=step.traffic_class.value,
+        )
+        self._counters.moved(step)
+        return transfer
 
     def _copies_of(self, step: Step) -> int:
         """Return the number of ranks that move each byte of a step; rank 0 counts for all."""

@@ -113,9 +113,8 @@ class Rank:
         self.memory = memory = place.memory or open_memory(settings, geometry, self.group)
         self.work = RankWork(self.memory.board, threads)
         views = PartViews(geometry, hbm)
-        self.peers = Peers(
-            *(settings.role, transport, views, threads), self.group.rank, self.group.size
-        )
+        own_views = views if settings.role is Role.PREFILL else None
+        self.peers = Peers(transport, own_views, threads, self.group.rank, self.group.size)
         self.movers = open_movers(
             settings,
             transport,

@@ -31,6 +31,7 @@ PATH_COUNTERS: dict[str, tuple[tuple[Role, Counter], ...]] = {
     "de_path": ((Role.DECODE, Counter.STORAGE_READ_BYTES),),
     "de_to_pe": ((Role.PREFILL, Counter.DE_TO_PE_BYTES), (Role.DECODE, Counter.DE_TO_PE_BYTES)),
     "pe_to_de": ((Role.PREFILL, Counter.PE_TO_DE_BYTES), (Role.DECODE, Counter.PE_TO_DE_BYTES)),
+    "de_to_de": ((Role.DECODE, Counter.DE_TO_DE_BYTES),),
     "h2d": ((Role.PREFILL, Counter.H2D_BYTES), (Role.DECODE, Counter.H2D_BYTES)),
     "storage_write": (
         (Role.PREFILL, Counter.STORAGE_WRITE_BYTES),
@@ -43,7 +44,7 @@ class KvBytes(msgspec.Struct, frozen=True):
     """A row of ``dualpath:kv_bytes``: which counter of which engines has its bytes, its labels.
 
     All but the counter follow from the plan's movement.  A transfer between engines is counted
-    once, at the PE, which starts them all.
+    once, at the engine that starts it.
     """
 
     step: str

@@ -31,6 +31,13 @@ and both before the PE's slots: a request that holds HBM of a DE waits for no sl
 *Append at the DE.*  If the assignment has no PE, the DE reserves slots for the hit alone, and the
 front end sends it the request as soon as they are filled.  If a part of the hit turns out to be
 lost, the attempt ends in ``HitLostError``, and the next one has a PE.
+
+*Move.*  Between two legs (``scheduler.handovers``) the prompt's KV may be moved to another DE,
+which serves the attempt then.  That DE grants its slots at once or not at all, so that nothing that
+holds slots of one DE waits for slots of another.  The former DE holds its slots until the other one
+has reported that all KV is there, and the former one has answered a ``Sync`` after that report:
+then its session lasts, and no other request had its slots meanwhile.  Until then the loss of either
+DE ends the attempt.
 """
 
 import asyncio
@@ -51,6 +58,8 @@ from dualpath.core.blocks import (
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Assign,
+    Fetch,
+    FetchDone,
     GrantRead,
     KvInHbm,
     Lookup,
@@ -103,7 +112,7 @@ from dualpath.router.scheduling import (
     Staged,
 )
 from dualpath.router.stages import Stage, Stages, StageTime
-from dualpath.router.waits import gather_or_cancel
+from dualpath.router.waits import gather_or_cancel, run_until_broken
 
 if TYPE_CHECKING:
     from dualpath.router.scheduler.scheduler import Scheduler
@@ -145,6 +154,8 @@ class EngineAttempt(AttemptChannel):
         self._over = False
         #: The DE computes the append: there is no PE.
         self._appends = False
+        #: Its KV was to be moved to another DE, and it was moved there.
+        self._move_tried = self._moved = False
         #: Engines that count the request.
         self._assigned: set[str] = set()
         #: The PE's assignment, if its call brings it.
@@ -725,14 +736,20 @@ class EngineAttempt(AttemptChannel):
         self._send_assign(engine, Assign(self.attempt_id, 0, 0, keys))
         await self._synced(engine)
 
-    def _send_assign(self, engine: EngineInfo, assign: Assign) -> None:
-        """Send an assignment with the tokens that count at an engine of this role."""
+    def _send_assign(
+        self, engine: EngineInfo, assign: Assign, peer: EngineInfo | None = None
+    ) -> None:
+        """Send an assignment with the tokens that count at an engine of this role.
+
+        ``peer`` is the engine with which it exchanges KV, None for the other one of the assignment.
+        """
         self.check()
         scheduler, tokens = self._scheduler, self._assignment.at(engine.role).tokens
         self._assigned.add(engine.engine_id)
-        if scheduler.moves_bytes and not self._appends:
+        if peer is None and scheduler.moves_bytes and not self._appends:
             prefill = engine.role is Role.PREFILL
             peer = self._decode_engine if prefill else self._prefill_engine
+        if peer is not None:
             scheduler.server.name_peer(engine.engine_id, peer.engine_id)
         number = scheduler.server.send_numbered(
             engine.engine_id, msgspec.structs.replace(assign, tokens=tokens)
@@ -830,6 +847,8 @@ class EngineAttempt(AttemptChannel):
         from elsewhere than the DE's own cache may lack layers there; then no hit is written.
         """
         hit_blocks, stored_blocks = self._loaded.hit_blocks, self._stored_blocks
+        if self._moved:
+            return len(self._order.keys)  # The DE that the PE has sent them to writes them.
         windows = self._scheduler.geometry.layer_windows
         if windows and self._loaded.shared_blocks < hit_blocks:
             return hit_blocks
@@ -847,6 +866,84 @@ class EngineAttempt(AttemptChannel):
 
     def _staged(self, stage: StageTime) -> None:
         self._listener.notify(Staged(stage))
+
+    # ------------------------------------------------------------------ move to another DE
+
+    async def move(self, engine_id: str) -> str:
+        """Move the prompt's KV to another DE, which serves the attempt then.
+
+        Return an empty text, or why the KV was not moved and stays where it is.  A move is tried
+        once.  Raises ``EngineLostError`` if one of the DEs is lost or silent; the attempt has to be
+        closed then.
+        """
+        self.check()
+        scheduler, source = self._scheduler, self._decode_engine
+        if refusal := self._move_refusal():
+            return refusal
+        try:
+            target = scheduler.engine(engine_id)
+            scheduler.dispatch.move_begins(self.attempt_id, engine_id)
+        except EngineLostError as error:
+            return str(error)
+        self._move_tried = True
+        self.engines.add(engine_id)
+        done = await run_until_broken(self._fetched(source, target), self.broken)
+        if done.failure is not None:
+            self.engines.discard(engine_id)
+            self._assigned.discard(engine_id)
+            scheduler.releases.release(engine_id, self.attempt_id, done.failure)
+            scheduler.dispatch.move_ended(self.attempt_id, moved=False)
+            return f"engine {engine_id} cannot fetch the KV: {done.failure}"
+        # Its answer proves that its session has not ended, and that its slots were not reused.
+        await run_until_broken(self._synced(source), self.broken)
+        self.check()
+        self._serve_at(target, done.slots)
+        return ""
+
+    def _move_refusal(self) -> str:
+        """Return why the KV stays where it is, empty if it may be moved."""
+        if not self._scheduler.settings.move_kv:
+            return "move_kv is off"
+        if self._loaded.de_hbm_blocks:
+            return f"the KV is in the HBM of engine {self._decode_engine.engine_id} (handover)"
+        if not self._loaded.de_slots:
+            return "there is no KV to be moved in this mode"
+        return "a move of this KV has failed before" if self._move_tried else ""
+
+    async def _fetched(self, source: EngineInfo, target: EngineInfo) -> FetchDone:
+        """Have ``target`` fetch the KV from ``source``; return its answer."""
+        scheduler, keys = self._scheduler, self._order.keys
+        mode, slots = scheduler.registry.mode, self._loaded.de_slots
+        use_cached = self._use_cached and mode is not None and serves(target.role, mode)
+        done = self.expect(FetchDone, target.engine_id)
+        fetch = Fetch(source.engine_id, source.epoch, slots, scheduler.settings.read_deadline_s)
+        shared_blocks = len(keys) if use_cached else 0
+        assign = Assign(self.attempt_id, 0, len(slots), keys, shared_blocks, fetch=fetch)
+        self._send_assign(target, assign, source)
+        limit_s = self._read_limit_s()
+        return await self._within(
+            limit_s,
+            target,
+            done,
+            f"engine {target.engine_id} has not answered the fetch of {len(slots)} blocks within "
+            f"{limit_s:g} s; see its log",
+        )
+
+    def _serve_at(self, target: EngineInfo, slots: tuple[int, ...]) -> None:
+        """All KV is in these slots of another DE: release the former one."""
+        scheduler, source = self._scheduler, self._decode_engine.engine_id
+        self.engines.discard(source)
+        self._assigned.discard(source)
+        reason = f"its KV was moved to engine {target.engine_id}"
+        scheduler.releases.release_when_safe(source, self.attempt_id, reason)
+        scheduler.dispatch.move_ended(self.attempt_id, moved=True)
+        self._moved, self._decode_engine = True, target
+        self._loaded = Loaded(self._loaded.hit_blocks, (), slots)
+        # It writes the blocks that it generates behind the prompt.
+        scheduler.writers.note(self._order.keys[-1:], target.engine_id)
+        logger.info(
+            "request %s: its KV was moved from %s to %s", self.attempt_id, source, target.engine_id
+        )
 
     # ------------------------------------------------------------------ waits
 

@@ -181,7 +181,7 @@ class NamedPeers:
             self._named.get(engine_id, {}).pop(process.id, None)
         if certain:
             self._knowing.pop(process.id, None)
-        return knowing
+        return sorted(knowing)  # The order of a set differs between runs of the router.
 
     def _bound(self, process_id: tuple[str, str]) -> None:
         """Remove unregistered engines, and processes that are not live, from full tables."""
@@ -362,7 +362,7 @@ class ControlServer:
         if self._named.number(engine_id, peer.info.writer) is not None:
             return False
         address = peer.address
-        if engine.info.role is Role.DECODE:
+        if peer.info.role is Role.PREFILL:  # Nothing connects to a PE.
             agents = tuple(AgentAddress(one.agent, b"", ()) for one in address.agents)
             address = msgspec.structs.replace(address, agents=agents)
         number = self.send_numbered(engine_id, control.PeerUp(address, call_id))

@@ -24,6 +24,8 @@ from dualpath.core.control import Load
 from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
 from dualpath.core.request import Request
 from dualpath.policy.events import (
+    DE_GIVEN,
+    DE_REASONS,
     Assignment,
     Charge,
     Effects,
@@ -36,6 +38,8 @@ from dualpath.policy.events import (
     Event,
     Fetch,
     Finished,
+    MoveBegun,
+    MoveEnded,
     PrefillEnded,
     ReadsBegin,
     ReadsDone,
@@ -103,10 +107,14 @@ class EngineAssignments:
 
 
 class Placement:
-    """A request at the scheduler, from its submission on; without an assignment while it waits."""
+    """A request at the scheduler, from its submission on; without an assignment while it waits.
+
+    ``moving_to`` is the DE that fetches its KV, empty if none does.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.moving_to = ""
         self.assignment: Assignment | None = None
         self.decided: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
 
@@ -306,8 +314,38 @@ class Dispatch:
             self._role_policy.prefilled(request_id, known.decode_tokens)
         self._fetch_changed(engine_id)
 
+    def move_begins(self, request_id: str, engine_id: str) -> None:
+        """Another DE is about to fetch a request's KV.
+
+        Raises ``EngineLostError`` with the reason if that DE has no room for the request.
+        """
+        self._apply(MoveBegun(request_id, engine_id))
+        placement = self._placements[request_id]
+        assert placement.assignment is not None, "its prompt is computed"
+        placement.moving_to = engine_id
+        tokens = placement.assignment.decode_tokens
+        self._engines[engine_id].decided(request_id, Charge(engine_id, tokens, 0))
+
+    def move_ended(self, request_id: str, *, moved: bool) -> None:
+        """A move is over, successfully or not; idempotent."""
+        placement = self._placements.get(request_id)
+        if placement is None or not placement.moving_to:
+            return
+        known = placement.assignment
+        assert known is not None, "its prompt is computed"
+        left, placement.moving_to = placement.moving_to, ""
+        if moved:
+            placement.assignment = msgspec.structs.replace(
+                known, decode_engine=left, de_reason=DE_REASONS[DE_GIVEN]
+            )
+            left = known.decode_engine
+        self._end_at(request_id, left)
+        self._apply(MoveEnded(request_id, moved, self._clock()))
+        self._fetch_all()
+
     def ended(self, request_id: str) -> None:
         """A request (or one attempt of it) has ended, successfully or not; idempotent."""
+        self.move_ended(request_id, moved=False)
         for engine_id in _engines_of(self._assignment(request_id)):
             self._end_at(request_id, engine_id)
         self._apply(Finished(request_id, self._clock()))

@@ -12,6 +12,7 @@ Answer = (
     request_messages.ReservationWaits
     | request_messages.Reserved
     | request_messages.ReadDone
+    | request_messages.FetchDone
     | request_messages.PrefillDone
 )
 AttemptNote = request_messages.KvInHbm | request_messages.RequestOver | request_messages.Failed

@@ -136,6 +136,8 @@ class OfferedAttempt:
     ) -> None:
         self.request_id, self.request = request_id, request
         self.attempt, self.listener = attempt, listener
+        #: About the last move of its KV, as in ``HandedOver``, until a front end has it.
+        self.note = ""
         listener.move(set(), _Events(lambda message: None))
 
     @property
@@ -157,6 +159,13 @@ class OfferedAttempt:
     def decode_engine(self) -> EngineInfo:
         """The engine that has the prompt's KV in its buffer."""
         return self.attempt.decode_engine
+
+    async def move(self, engine_id: str) -> bool:
+        """Move the KV to another decode engine; return whether it is there; see ``Offered``."""
+        source = self.attempt.decode_engine.engine_id
+        refusal = await self.attempt.move(engine_id)
+        self.note = refusal or f"moved from {source}"
+        return not refusal
 
     def close(self, reason: str) -> None:
         """Release the attempt at its engines, and end the request."""
@@ -307,11 +316,16 @@ class FrontEndSession:
         )
 
     async def _take(self, message: m.TakeAttempt) -> HandedOver:
-        """Own an attempt for its second leg, if its KV is at the front end's decode engine."""
-        offered = await self._scheduler.handovers.take(message.handover, message.engine_id)
+        """Own an attempt for its second leg, once its KV is at the front end's decode engine."""
+        offered = await self._scheduler.handovers.take(
+            message.handover, message.engine_id, moves=message.moves
+        )
         assert isinstance(offered, OfferedAttempt), "what this server has offered"
         attempt, name = offered.attempt, offered.attempt.attempt_id
-        handed = HandedOver(offered.request_id, attempt.decode_engine, attempt.decode_transfer)
+        note, offered.note = offered.note, ""
+        handed = HandedOver(
+            offered.request_id, attempt.decode_engine, attempt.decode_transfer, note
+        )
         if handed.decode.engine_id != message.engine_id:
             return handed
         self._requests[offered.request_id] = offered.request

@@ -10,10 +10,10 @@ legs knew before, and that of its attempt, which leg 1's answer carries.  The fo
 last offer with it.  A first leg that is sent again has the name and the prompt of the first one,
 and replaces it.
 
-A second leg that comes to another decode engine than the one with the KV does not end an offer:
-its front end learns which engine has the KV, and passes the leg on to it.  If that fails or the
-client leaves, this front end withdraws the offer: the leg is over, or its prompt is prefilled
-again.
+For a second leg that comes to another decode engine than the one with the KV, the KV is moved to
+that engine.  If it cannot be, the offer stays: the leg's front end learns which engine has the KV,
+and passes the leg on to it.  If that fails or the client leaves, this front end withdraws the
+offer: the leg is over, or its prompt is prefilled again.
 
 Nothing is left over: an offer that is not taken within ``second_leg_timeout_s`` is closed, as is
 one that is withdrawn, one that has lost its DE, and one that is replaced.  A second leg that waits
@@ -60,6 +60,13 @@ class Offered(Protocol):
         """The engine that has the prompt's KV in its buffer."""
         ...
 
+    async def move(self, engine_id: str) -> bool:
+        """Move the KV to another decode engine; return whether it is there.
+
+        It is where it was if not.  Raises ``EngineLostError`` if one of the engines is lost.
+        """
+        ...
+
     def close(self, reason: str) -> None:
         """Release everything."""
         ...
@@ -83,18 +90,27 @@ class Handovers:
         self._last: dict[str, str] = {}
         #: By name: the engine at which a second leg waits, and what it waits for.
         self._waiting: dict[str, tuple[str, asyncio.Future[Offered]]] = {}
+        #: Attempts of which the KV is being moved, and to which engine, by their own names.
+        self._moving: dict[str, tuple[Offered, str]] = {}
         #: Names of attempts with a running first leg, and the name of each attempt's handover.
         self._first_legs: dict[str, int] = {}
         self._handover_of: dict[str, str] = {}
 
     def __len__(self) -> int:
-        """Return how many offers, waiting second legs and running first legs there are."""
-        return len(self._offers) + len(self._waiting) + len(self._first_legs)
+        """Return how many offers, moves, waiting second legs and running first legs there are."""
+        offered = len(self._offers) + len(self._moving)
+        return offered + len(self._waiting) + len(self._first_legs)
 
     @property
     def offered(self) -> list[Offered]:
         """The attempts that wait for their second legs."""
         return [offer.offered for offer in self._offers.values()]
+
+    @property
+    def moves(self) -> list[tuple[str, str]]:
+        """The moves under way: the decode engines from which and to which KV is moved."""
+        moving = self._moving.values()
+        return [(offered.decode_engine.engine_id, target) for offered, target in moving]
 
     def first_leg_began(self, name: str, attempt_id: str) -> None:
         """An attempt begins that will be offered under this name."""
@@ -123,9 +139,14 @@ class Handovers:
         former = self._offers.get(self._last.get(name, name))
         if former is not None and former.offered.prompt_digest == offered.prompt_digest:
             self.withdraw(former.offered.attempt_id, "its first leg was sent again")
-        if name in self._waiting and not (waiter := self._waiting[name][1]).done():
-            waiter.set_result(offered)
-            return
+        self._put(name, offered)
+
+    def _put(self, name: str, offered: Offered) -> None:
+        """Let an attempt wait for its second leg; raises as ``offer``."""
+        for known_by in (name, offered.attempt_id):
+            if known_by in self._waiting and not (waiter := self._waiting[known_by][1]).done():
+                waiter.set_result(offered)
+                return
         if offered.broken.done() or len(self._offers) >= MOST_OFFERS:
             reason = f"{MOST_OFFERS} requests wait for their second leg, the most at a time"
             if offered.broken.done():
@@ -143,22 +164,47 @@ class Handovers:
         self._last[name] = offered.attempt_id
         offered.broken.add_done_callback(lambda broken: self._broken(offered, broken))
 
-    async def take(self, name: str, engine_id: str) -> Offered:
-        """Return the attempt of this name; it stays offered if its KV is at another decode engine.
+    async def take(self, name: str, engine_id: str, *, moves: bool = True) -> Offered:
+        """Return the attempt of this name, with its KV at this decode engine.
 
-        Waits for a first leg that runs or begins within ``first_leg_timeout_s``.  Raises
-        ``DeadlineError`` without one, ``EngineLostError`` if the other decode engine is lost, and
+        If its KV is at another one and cannot be moved, or if not ``moves``, the attempt stays
+        offered.  Waits for a first leg that runs or begins within ``first_leg_timeout_s``.  Raises
+        ``DeadlineError`` without one, ``EngineLostError`` if a decode engine is lost, and
         ``BadRequestError`` if another second leg waits for it.
         """
         found = self._offers.get(self._last.get(name, name))
-        if found is not None:
-            if found.offered.decode_engine.engine_id == engine_id:
-                self._remove(found)
-            return found.offered
-        offered = await self._wait(name, engine_id)
+        if found is None:
+            offered = await self._wait(name, engine_id)
+        else:
+            self._remove(found)
+            name, offered = found.name, found.offered
         if offered.decode_engine.engine_id != engine_id:
-            self.offer(name, offered)
+            if moves:
+                await self._move(name, offered, engine_id)
+            else:
+                self._put(name, offered)
         return offered
+
+    async def _move(self, name: str, offered: Offered, engine_id: str) -> None:
+        """Move the KV of an attempt to a decode engine; it stays offered if that is not possible.
+
+        If the move is cancelled or an engine is lost, the attempt is closed.
+        """
+        self._moving[offered.attempt_id] = offered, engine_id
+        moved, reason = False, f"its second leg at engine {engine_id} was cancelled"
+        try:
+            moved = await offered.move(engine_id)
+            reason = ""
+        except EngineLostError as error:
+            reason = str(error)
+            raise
+        finally:
+            del self._moving[offered.attempt_id]
+            if reason:
+                logger.warning("request %s is given up between its legs: %s", name, reason)
+                offered.close(reason)
+        if not moved:
+            self._put(name, offered)
 
     async def _wait(self, name: str, engine_id: str) -> Offered:
         if name in self._waiting:

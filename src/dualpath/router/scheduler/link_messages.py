@@ -51,7 +51,7 @@ from dualpath.router.scheduling import (
 )
 
 #: Incremented whenever a message changes its meaning; both ends must agree.
-LINK_VERSION = 8
+LINK_VERSION = 9
 
 
 class FrontEndRegister(Message, frozen=True, tag=True):
@@ -183,12 +183,14 @@ class OfferAttempt(Message, frozen=True, tag=True):
 class TakeAttempt(Message, frozen=True, tag=True):
     """Answered with ``HandedOver`` when the attempt of this name belongs to this front end.
 
-    ``engine_id`` is the decode engine to which the second leg was sent.
+    ``engine_id`` is the decode engine to which the second leg was sent.  If the attempt's KV is at
+    another one, it is moved first if ``moves``, or the attempt stays offered.
     """
 
     call_id: int
     handover: Name
     engine_id: Name
+    moves: bool = True
 
 
 class WithdrawAttempt(Message, frozen=True, tag=True):

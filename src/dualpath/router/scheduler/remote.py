@@ -381,7 +381,7 @@ class RemoteAttempt:
 class TakenAttempt(RemoteAttempt):
     """An attempt for its second leg: another front end has run the first one.
 
-    ``transfer`` is what its decode engine, ``engine``, has to know.
+    ``transfer`` is what its decode engine, ``engine``, has to know; ``note`` as in ``HandedOver``.
     """
 
     def __init__(self, link: "RemoteScheduling", handed: HandedOver) -> None:
@@ -390,6 +390,7 @@ class TakenAttempt(RemoteAttempt):
         super().__init__(link, TakenRequest(link, handed.request_id), order, _Unnoted())
         self.transfer = transfer
         self.engine = self.decode_engine = handed.decode
+        self.note = handed.note
         self._begun = True
 
     def close(self, reason: str) -> None:
@@ -566,16 +567,21 @@ class RemoteScheduling:
         except (TimeoutError, SchedulerLostError):
             return False
 
-    async def take(self, handover: str, engine_id: str) -> "TakenAttempt | HandedOver":
+    async def take(
+        self, handover: str, engine_id: str, *, moves: bool = True
+    ) -> "TakenAttempt | HandedOver":
         """Return the attempt of this name for its second leg, at this decode engine.
 
-        If its KV is at another decode engine, ``HandedOver`` names it, and the attempt stays
-        offered: ``withdraw`` releases it if the leg ends without that engine.  Waits for the first
+        If its KV is at another decode engine, it is moved.  If it cannot be, or if not ``moves``,
+        ``HandedOver`` names that engine, and the attempt stays offered: ``withdraw`` releases it if
+        the leg ends without that engine.  Waits for the first
         leg, as ``Handovers.take`` does, and raises its errors.  If the wait is cancelled, the
         attempt is released as soon as it comes.
         """
         call = asyncio.create_task(
-            self.call(lambda call_id: m.TakeAttempt(call_id, handover, engine_id), HandedOver)
+            self.call(
+                lambda call_id: m.TakeAttempt(call_id, handover, engine_id, moves), HandedOver
+            )
         )
         try:
             handed = await asyncio.shield(call)

@@ -155,10 +155,11 @@ class EngineWindow:
 #: Counters that make up an engine's traffic with other engines.  Transfers are counted at the PE,
 #: which starts them.  Each byte that a DE copies to its HBM was either read into its buffer and
 #: sent to the PE (Fig. 4b, 3-5) or received from it (5-7 and new KV), so there its copies stand for
-#: them; blocks that later chunks of a prompt load again (``chunk.reload``) are missing.
+#: them; blocks that later chunks of a prompt load again (``chunk.reload``) are missing.  What a DE
+#: moves from another one is counted where it arrives.
 CNIC_COUNTERS = {
     Role.PREFILL: ("pe_to_de_bytes", "de_to_pe_bytes"),
-    Role.DECODE: ("h2d_bytes",),
+    Role.DECODE: ("h2d_bytes", "de_to_de_bytes"),
 }
 
 
