@@ -35,10 +35,12 @@ from dualpath.core.control import (
     Report,
     ReservationWaits,
     Reserved,
+    ReserveThird,
     Retain,
     RouterMessage,
     Sync,
     Synced,
+    ThirdRefused,
 )
 from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathError
 from dualpath.core.runs import HitRun
@@ -308,6 +310,8 @@ class TrafficManager:
                 self._send(Synced(call_id=message.call_id))
             case Assign():
                 self._assign(message)
+            case ReserveThird():
+                self._reserve_third(message)
             case Read():
                 self._read(message)
             case Persist():
@@ -330,12 +334,7 @@ class TrafficManager:
         Raises ``BadRequestError`` if an earlier request of this id is still here,
         ``BufferTooSmallError`` for more slots than the buffer has.
         """
-        known = (self.active.is_known, self.buffer.has_request, self.reserved_hbm.has_request)
-        if any(here(message.request_id) for here in known):
-            raise BadRequestError(
-                f"request {message.request_id}: an earlier request of this name has not left the "
-                "engine; send it under another id"
-            )
+        self._check_new(message.request_id)
         wanted = HbmWanted(message.hbm_prompt_tokens, message.hbm_new_tokens)
         if wanted.prompt_tokens:
             self.reserved_hbm.check(message.request_id, *wanted)
@@ -366,6 +365,29 @@ class TrafficManager:
             if (waiting := self._grant_reads.get(request_id)) is not None:
                 waiting.announced = True
                 self._send(ReservationWaits(request_id))
+
+    def _check_new(self, request_id: str) -> None:
+        """Raise ``BadRequestError`` if an earlier request of this name is still here."""
+        known = (self.active.is_known, self.buffer.has_request, self.reserved_hbm.has_request)
+        if any(here(request_id) for here in known):
+            raise BadRequestError(
+                f"request {request_id}: an earlier request of this name has not left the engine; "
+                "send it under another id"
+            )
+
+    def _reserve_third(self, message: ReserveThird) -> None:
+        """Lease slots to a request of other engines, or refuse it; nothing waits."""
+        request_id = message.request_id
+        self._check_new(request_id)
+        leased = self.buffer.lease_spare(
+            request_id, message.keys, message.cached_blocks, message.spare_blocks
+        )
+        if isinstance(leased, str):
+            self._send(ThirdRefused(request_id, leased))
+            return
+        self.active.add_third(request_id, self.trace.now_ns())
+        self._tier.granted(leased)
+        self._send(Reserved(request_id, leased.slots, 0.0, leased.cached))
 
     def _granted(self, grant: Grant) -> None:
         with self._grant_lock:

@@ -11,8 +11,10 @@ from dualpath.core.errors import BadRequestError, EngineLostError
 Answer = (
     request_messages.ReservationWaits
     | request_messages.Reserved
+    | request_messages.ThirdRefused
     | request_messages.ReadDone
     | request_messages.PrefillDone
+    | request_messages.Released
 )
 AttemptNote = request_messages.KvInHbm | request_messages.RequestOver | request_messages.Failed
 CallAnswer = control.LookupDone | control.Synced

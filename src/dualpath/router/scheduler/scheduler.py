@@ -473,6 +473,7 @@ class Scheduler:
                 self.role_policy.tick(self._role_queue)
         elif isinstance(message, Released):
             self.releases.writer_done(message.request_id, info.writer)
+            self.exchange.deliver(info.engine_id, message)
         elif isinstance(message, CacheUpdate):
             self.cached.update(info.engine_id, message)
         else:
