@@ -36,6 +36,8 @@ _RESTARTED_EARLY_S = 0.02
 #: How often, and at most how many times, the adversary looks for a call to a PE.
 _CALL_POLL_S = 0.001
 _CALL_POLLS = 1000
+#: When a third DE dies after it was found to hold slots: before its read, or while a PE loads.
+_WITHIN_A_READ_S = (0.0, 0.0005, 0.002, 0.01, 0.03)
 
 
 #: Probability that the faults of a run are in a few components only.
@@ -62,6 +64,7 @@ class ClusterFeature(enum.Enum):
     UNITS = enum.auto()
     LEASE = enum.auto()
     PROXIES = enum.auto()
+    THIRDS = enum.auto()
 
 
 class FaultKind(msgspec.Struct, frozen=True):
@@ -273,6 +276,26 @@ class Adversary:
         elif self.cluster.engines[victim].process.alive:
             self.cluster.restart_engine(victim, self._pause_s())
 
+    def end_third(self, polls: int = _CALL_POLLS) -> None:
+        """SIGKILL of a third DE that holds slots: between grant and read, in its read or in loads."""
+        router = self.cluster.router
+        channels = router.service.scheduler.exchange._channels if router.serves else {}
+        holding = {name for one in channels.values() for name in getattr(one, "_thirds", ())}
+        victims = sorted(holding & self.cluster.engines.keys())
+        if not victims:
+            if polls:
+                again = functools.partial(self.end_third, polls - 1)
+                self.world.after(_CALL_POLL_S, again)
+            return
+        victim = self.world.chance.choice(victims)
+        delay_s = self.world.pick(_WITHIN_A_READ_S)
+
+        def end() -> None:
+            if self.cluster.engines[victim].process.alive:
+                self.cluster.restart_engine(victim, self._pause_s())
+
+        self.world.after(delay_s, end)
+
     def kill_both(self) -> None:
         """SIGKILL of the router and a front end at once."""
         self.kill_router()
@@ -481,6 +504,12 @@ FAULT_KINDS = (
         Component.ENGINES,
         Adversary.end_between_legs,
         needs=ClusterFeature.PROXIES,
+    ),
+    FaultKind(
+        "kill a third engine",
+        Component.ENGINES,
+        Adversary.end_third,
+        needs=ClusterFeature.THIRDS,
     ),
     FaultKind(
         "kill the router and a front end",

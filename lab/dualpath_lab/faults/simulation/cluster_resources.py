@@ -132,6 +132,10 @@ class ClusterResources:
         self.silenced = False
         #: The names of all attempts that engines have begun for legs.
         self.leg_names: set[str] = set()
+        #: Attempts of which third DEs were to serve a part, and those for which a PE has loaded
+        #: wrong KV.
+        self.at_thirds: set[str] = set()
+        self.wrong_loads: set[str] = set()
         self._processes: dict[int, Process] = {}
         #: The processes of other ranks of an engine, by the number of its first rank's process.
         self._ranks: dict[int, list[Process]] = defaultdict(list)

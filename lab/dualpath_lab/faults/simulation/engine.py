@@ -3,14 +3,19 @@
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.cluster import GroupRank, HostProcess, Role
-from dualpath.core.control import Release, decode_engine_message, decode_router_message
+from dualpath.core.control import (
+    Release,
+    ReserveThird,
+    decode_engine_message,
+    decode_router_message,
+)
 from dualpath.core.errors import ConfigError, DualPathError, EngineLostError, StorageError
 from dualpath.core.transfers import CallAssignment
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION
@@ -30,6 +35,7 @@ from dualpath.storage.objects import ObjectInfo, ObjectTree, PosixObjects
 from dualpath.storage.posix import PosixStorage
 from dualpath.transport.contract import Transport
 from dualpath.transport.memory import address_of
+from dualpath_lab.emulated.checkable_kv import CheckedAt, Seeds
 from dualpath_lab.emulated.data_plane import DataPlane
 from dualpath_lab.emulated.decode import DecodeEngine
 from dualpath_lab.emulated.engine_server import RequestSubmitter
@@ -382,6 +388,7 @@ class SimEngine:
         self._watch_hbm(plane)
         self._watch_copies(plane)
         self._watch_calls(plane)
+        self._watch_thirds(plane)
         self.plane = plane
         prefills = self.settings.engine.role is Role.PREFILL
         self._engine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
@@ -631,6 +638,40 @@ class SimEngine:
             copy(request_id, steps, hbm_blocks, done)
 
         copier.into_hbm = checked  # type: ignore[method-assign]
+
+    def _watch_thirds(self, plane: DataPlane) -> None:
+        """Check that no prefill counts for which a PE has loaded wrong KV from a third DE.
+
+        A PE that compared what it has loaded would end the request, and hide that.
+        """
+        shared, manager = self.shared, plane.manager
+        verify, reserve = plane.verify_hbm, manager._reserve_third
+
+        def noted_reserve(message: ReserveThird) -> None:
+            shared.at_thirds.add(message.request_id)
+            reserve(message)
+
+        def checked(
+            place: CheckedAt,
+            request_id: str,
+            blocks: Sequence[int],
+            seeds: Seeds,
+            layers: Iterable[int],
+            next_token: int,
+        ) -> str | None:
+            found = verify(place, request_id, blocks, seeds, layers, next_token)
+            if found is None or request_id not in shared.at_thirds:
+                return found
+            if place is CheckedAt.PE_HBM:
+                shared.world.note(self.name, f"has loaded wrong KV of {request_id}")
+                shared.wrong_loads.add(request_id)
+                return None
+            if request_id in shared.wrong_loads:
+                shared.world.problem(f"{self.name}: {request_id} counts with wrong KV: {found}")
+            return found
+
+        manager._reserve_third = noted_reserve  # type: ignore[method-assign]
+        plane.verify_hbm = checked  # type: ignore[method-assign]
 
     def _watch_calls(self, plane: DataPlane) -> None:
         """Check that a call is served in the session of its assignment, and not after its release.

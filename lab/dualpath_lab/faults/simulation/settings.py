@@ -213,6 +213,7 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         dram_tier=world.seed % 7 != 5,
         append_at_decode_tokens=_append_tokens(world.seed),
         handover=handover_of_seed(world.seed),
+        third_engine_reads=thirds_of_seed(world.seed),
     )
     tensor_parallel, front_ends = _tensor_parallel(world.seed), _front_ends(world.seed)
     geometries = GEOMETRIES[tensor_parallel.kv_heads]
@@ -247,6 +248,8 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
             settings = msgspec.structs.replace(settings, hbm_blocks=_LARGE_BUFFER_BLOCKS)
     if world.seed % 5 == 3:
         settings = _with_tenants(settings, world.seed)
+    if router.third_engine_reads:
+        settings = _with_thirds(settings, world.seed)
     if has_trainer(world.seed):
         return _with_trainer(settings, world.seed)
     if has_proxies(world.seed):
@@ -307,6 +310,27 @@ def handover_of_seed(seed: int) -> Handover:
         return Handover.BUFFER
     kinds = (Handover.BUFFER, Handover.BUFFER, Handover.HBM, Handover.AUTO)
     return Random(f"handover of {seed}").choice(kinds)
+
+
+def thirds_of_seed(seed: int) -> int:
+    """Return how many third DEs may serve a hit; 0 in three of four clusters."""
+    return Random(f"third engines of {seed}").choice((0, 0, 0, 0, 0, 0, 1, 2))
+
+
+def _with_thirds(settings: ClusterSettings, seed: int) -> ClusterSettings:
+    """Let there be further DEs with slots to spare, each a node of its own, and more reads."""
+    chance = Random(f"modes of third engines of {seed}")
+    caches = settings.router.dram_tier and chance.random() < 1 / 2
+    return msgspec.structs.replace(
+        settings,
+        router=msgspec.structs.replace(settings.router, dram_tier=caches),
+        mode=chance.choice((Mode.SPLIT, Mode.SPLIT, Mode.DUALPATH)),
+        decode=chance.choice((2, 3)),
+        decode_ranks=1,
+        buffer_blocks=max(settings.buffer_blocks, chance.choice((32, 64))),
+        agents=chance.choice(((3, 4), (5, 6))),
+        turns=(3,),
+    )
 
 
 def _with_pauses(settings: ClusterSettings) -> ClusterSettings:
@@ -382,7 +406,7 @@ def _with_proxies(settings: ClusterSettings, seed: int) -> ClusterSettings:
     return msgspec.structs.replace(
         settings,
         router=router,
-        decode=chance.choice((1, 2, 2, 3)),
+        decode=max(chance.choice((1, 2, 2, 3)), 2 if settings.router.third_engine_reads else 1),
         prefill_ranks=1,
         decode_ranks=1,
         units=1,
