@@ -131,7 +131,7 @@ async def test_many_requests_at_once_get_their_answers_while_slots_are_short() -
     prompts = [[1000 * number + index for index in range(60)] for number in range(6)]
     answers = {}
     for most in (0, 2):
-        more = {"buffer_bytes": 40 * GEOMETRY.full_block_bytes}
+        more: dict[str, Any] = {"buffer_bytes": 40 * GEOMETRY.full_block_bytes}
         storage = f"memory://thirds-crowd-{most}"
         async with cluster(storage, Mode.SPLIT, 1, 3, router=settings(most), **more) as made:
             first = await asyncio.gather(*(made.ask(prompt, 8) for prompt in prompts))
@@ -154,7 +154,7 @@ async def test_engines_of_several_ranks_serve_and_are_served(
 ) -> None:
     storage = f"memory://thirds-ranks-{prefill_tp}-{decode_tp}"
     router = settings(2, dram_tier=False)
-    ranks = {"prefill_tp": prefill_tp, "decode_tp": decode_tp, "kv_heads": 2}
+    ranks: dict[str, Any] = {"prefill_tp": prefill_tp, "decode_tp": decode_tp, "kv_heads": 2}
     async with cluster(storage, Mode.SPLIT, 1, 4, router=router, **ranks) as made:
         await turns(made)
         assert served(made)

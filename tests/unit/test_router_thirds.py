@@ -6,6 +6,7 @@ Of three DEs d0 serves the request; d1 and d2 are third DEs.  Ten blocks of its 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import GUARD_S, FakeEngine, expected, job, keys_of
 
 from dualpath.core import control
+from dualpath.policy.event_log import difference
+from dualpath.policy.events import SlotsGranted
+from dualpath.router.scheduler.event_recorder import read_event_log
 from dualpath.router.settings import RouterSettings
 
 pytestmark = pytest.mark.virtual_time
@@ -24,8 +28,8 @@ TIMEOUT_S = 5.0
 
 
 @contextlib.asynccontextmanager
-async def with_thirds(thirds: int = 2, **options: Any) -> AsyncIterator[Cluster]:
-    settings = RouterSettings(third_engine_reads=thirds, engine_timeout_s=TIMEOUT_S)
+async def with_thirds(thirds: int = 2, log: str = "", **options: Any) -> AsyncIterator[Cluster]:
+    settings = RouterSettings(third_engine_reads=thirds, engine_timeout_s=TIMEOUT_S, event_log=log)
     options = {"decode": 3, "mode": "split", **options}
     async with cluster(settings=settings, **options) as made:
         made.stored.update(keys_of(PROMPT)[:BLOCKS])
@@ -282,3 +286,28 @@ async def test_answers_that_come_twice_or_late_change_nothing() -> None:
         await made.delivered(made.engines["d1"])
         assert len(made.calls.transfers) == 1
         await ends_well(made)
+
+
+async def test_the_event_log_of_a_router_with_third_engines_gives_the_same_decisions_again(
+    tmp_path: Path,
+) -> None:
+    """Served, refused and cached: each plan and each re-plan is recorded."""
+    log = tmp_path / "events.jsonl"
+    async with with_thirds(log=str(log)) as made:
+        await made.run(job("a", PROMPT))
+        made.engines["d1"].third_refusal = "its buffer is full"
+        await made.run(job("b", PROMPT))
+        made.engines["d1"].third_refusal = ""
+        await made.caches("d2", keys_of(PROMPT)[:BLOCKS])
+        await made.run(job("c", PROMPT))
+        await ends_well(made)
+    recorded = read_event_log(log)
+    assert difference(recorded) is None
+    planned = [
+        (entry.event.request_id, entry.event.use_thirds, bool(made.thirds))
+        for entry in recorded.entries
+        if isinstance(entry.event, SlotsGranted)
+        for made in entry.effects.assignments
+    ]
+    # Without cached blocks there is no plan between one with reads by third engines and none.
+    assert planned[:3] == [("a", True, True), ("b", True, True), ("b", False, False)]

@@ -277,10 +277,10 @@ class Adversary:
             self.cluster.restart_engine(victim, self._pause_s())
 
     def end_third(self, polls: int = _CALL_POLLS) -> None:
-        """SIGKILL of a third DE that holds slots: between grant and read, in its read or in loads."""
+        """SIGKILL of a third DE that holds slots: before its read, in it, or while a PE loads."""
         router = self.cluster.router
-        channels = router.service.scheduler.exchange._channels if router.serves else {}
-        holding = {name for one in channels.values() for name in getattr(one, "_thirds", ())}
+        attempts = router.service.scheduler.exchange.all() if router.serves else ()
+        holding = {name for one in attempts for name in one.thirds}
         victims = sorted(holding & self.cluster.engines.keys())
         if not victims:
             if polls:

@@ -312,13 +312,18 @@ def handover_of_seed(seed: int) -> Handover:
     return Random(f"handover of {seed}").choice(kinds)
 
 
+def _least_buffer_blocks(settings: ClusterSettings) -> int:
+    """Return the least buffer of a cluster: slots of dead writers may never be free again."""
+    return _LARGE_BUFFER_BLOCKS if settings.proc is not ProcView.COMPLETE else 0
+
+
 def thirds_of_seed(seed: int) -> int:
     """Return how many third DEs may serve a hit; 0 in three of four clusters."""
     return Random(f"third engines of {seed}").choice((0, 0, 0, 0, 0, 0, 1, 2))
 
 
 def _with_thirds(settings: ClusterSettings, seed: int) -> ClusterSettings:
-    """Let there be further DEs with slots to spare, each a node of its own, and more reads."""
+    """Let there be further DEs, each a node of its own, more reads, and few slots to spare."""
     chance = Random(f"modes of third engines of {seed}")
     caches = settings.router.dram_tier and chance.random() < 1 / 2
     return msgspec.structs.replace(
@@ -327,8 +332,8 @@ def _with_thirds(settings: ClusterSettings, seed: int) -> ClusterSettings:
         mode=chance.choice((Mode.SPLIT, Mode.SPLIT, Mode.DUALPATH)),
         decode=chance.choice((2, 3)),
         decode_ranks=1,
-        buffer_blocks=max(settings.buffer_blocks, chance.choice((32, 64))),
-        agents=chance.choice(((3, 4), (5, 6))),
+        buffer_blocks=max(chance.choice((24, 32, 32, 64)), _least_buffer_blocks(settings)),
+        agents=(5, 6),
         turns=(3,),
     )
 

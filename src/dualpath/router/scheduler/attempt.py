@@ -166,8 +166,6 @@ class EngineAttempt(AttemptChannel):
         self._appends = False
         #: Engines that count the request.
         self._assigned: set[str] = set()
-        #: Third DEs that may hold slots for it, by id.
-        self._thirds: dict[str, EngineInfo] = {}
         #: The PE's assignment, if its call brings it.
         self._call_assignment: CallAssignment | None = None
         #: Blocks at the head of the prompt: those stored; the hits at the engines of the
@@ -220,7 +218,7 @@ class EngineAttempt(AttemptChannel):
             holder, writer = self._decode_engine.engine_id, self._prefill_engine.writer
             self._scheduler.releases.writer_started(self.attempt_id, writer, holder)
         self._done = self.expect(PrefillDone, self._prefill_engine.engine_id)
-        thirds = (self._thirds[name] for name in by_third(loaded.hits))
+        thirds = (self.thirds[name] for name in by_third(loaded.hits))
         prefill = PrefillTransfer(
             request_id=self.attempt_id,
             prompt_tokens=self._order.prompt_tokens,
@@ -281,7 +279,7 @@ class EngineAttempt(AttemptChannel):
             number = 0 if self._call_assignment is None else self._call_assignment.number
             for prefill in self._assigned - {decode}:
                 scheduler.releases.release(prefill, self.attempt_id, reason, number)
-            scheduler.releases.release_thirds(self.attempt_id, self._thirds, reason)
+            scheduler.releases.release_thirds(self.attempt_id, self.thirds, reason)
             if decode in self._assigned:
                 self._release_at_decode(decode, reason)
         scheduler.dispatch.ended(self.attempt_id)
@@ -488,14 +486,15 @@ class EngineAttempt(AttemptChannel):
     # ------------------------------------------------------------------ third DEs
 
     def _thirds_may_serve(self) -> bool:
-        """Whether third DEs may serve a part of the hit: of a first attempt, and read or cached."""
-        scheduler = self._scheduler
-        mode = scheduler.registry.mode
-        dual = mode is not None and mode.dual_path and mode is not Mode.ROUND_ROBIN
-        allowed = scheduler.settings.third_engine_reads > 0 and self._order.number == 1 and dual
-        return (
-            allowed and not self._appends and any(not run.cached for run in self._assignment.reads)
-        )
+        """Whether third DEs may serve a part of the hit: of a first attempt, not all of it cached."""
+        scheduler, runs = self._scheduler, self._assignment.reads
+        if not scheduler.settings.third_engine_reads or self._order.number > 1 or self._appends:
+            return False
+        if scheduler.registry.mode not in (Mode.DUALPATH, Mode.SPLIT):
+            return False
+        own = {self._prefill_engine.node, self._decode_engine.node}
+        others = any(one.node not in own for one in scheduler.registry.alive(Role.DECODE))
+        return others and any(not run.cached for run in runs)
 
     async def _plan_with_thirds(
         self, cached_blocks: int
@@ -524,7 +523,7 @@ class EngineAttempt(AttemptChannel):
         keys = tuple(key for run in runs for key in order.keys[run.blocks.first : run.blocks.end])
         reserved, refused = self.expect(Reserved, engine_id), self.expect(ThirdRefused, engine_id)
         self.check()
-        self._thirds[engine_id] = scheduler.engine(engine_id)
+        self.thirds[engine_id] = scheduler.engine(engine_id)
         number = scheduler.server.send_numbered(
             engine_id,
             ReserveThird(
@@ -560,9 +559,9 @@ class EngineAttempt(AttemptChannel):
 
     def _drop_thirds(self, reason: str) -> None:
         """Release the request at third DEs, of which the PE does not know."""
-        self._scheduler.releases.release_thirds(self.attempt_id, self._thirds, reason)
-        self.engines.difference_update(self._thirds)
-        self._thirds = {}
+        self._scheduler.releases.release_thirds(self.attempt_id, self.thirds, reason)
+        self.engines.difference_update(self.thirds)
+        self.thirds = {}
 
     async def _read_at_thirds(self, runs: list[HitRun]) -> list[RunRead]:
         """Return the outcomes of the runs of third DEs.
@@ -572,7 +571,7 @@ class EngineAttempt(AttemptChannel):
         """
         read = await gather_or_cancel(
             *(
-                self._read_all(self._thirds[engine_id], own, None)
+                self._read_all(self.thirds[engine_id], own, None)
                 for engine_id, own in by_third(runs).items()
             )
         )
@@ -592,12 +591,12 @@ class EngineAttempt(AttemptChannel):
 
         Raises ``HitLostError`` if one does not answer.
         """
-        thirds, limit_s = self._thirds, self._scheduler.settings.engine_timeout_s
+        thirds, limit_s = self.thirds, self._scheduler.settings.engine_timeout_s
         if not thirds:
             return
         answers = {name: self.expect(Released, name) for name in thirds}
         self._scheduler.releases.release_thirds(self.attempt_id, thirds, "prefill done")
-        self._thirds = {}
+        self.thirds = {}
         for engine_id, answer in answers.items():
             silent = (
                 f"engine {engine_id} has not confirmed within {limit_s:g} s (engine_timeout_s) "
@@ -659,7 +658,8 @@ class EngineAttempt(AttemptChannel):
         found, cached = self._order.keys[: self._found_blocks], self._scheduler.cached
         decode = self._decode_engine.engine_id
         at_prefill = 0 if self._appends else cached.of(self._prefill_engine.engine_id, found)
-        mode, others = self._scheduler.registry.mode, ()
+        mode = self._scheduler.registry.mode
+        others: tuple[CachedPrefix, ...] = ()
         if use_thirds and self._use_cached and mode is not None:
             others = cached.prefixes(found, mode, in_buffers=True)
         replanned = self._scheduler.dispatch.slots_granted(
@@ -730,7 +730,7 @@ class EngineAttempt(AttemptChannel):
         for run in to_read_whole(loaded.hits, self._whole_from):
             decode = run.side is Role.DECODE
             own = self._decode_engine if decode else self._prefill_engine
-            again = await self._read(self._thirds[run.third] if run.third else own, run)
+            again = await self._read(self.thirds[run.third] if run.third else own, run)
             if decode:
                 slots = again.slots or slots
             complete = complete and again.good.blocks == run.blocks
@@ -875,7 +875,7 @@ class EngineAttempt(AttemptChannel):
         unsettled = self._scheduler.releases.is_unsettled(
             self._prefill_engine.writer, self.attempt_id
         )
-        peers = (decode, *self._thirds)
+        peers = (decode, *self.thirds)
         for peer in peers if not unsettled else ():
             if not server.knows_peer(prefill, peer):
                 await self._synced(self._prefill_engine, peer)
@@ -904,7 +904,7 @@ class EngineAttempt(AttemptChannel):
             prefill = engine.role is Role.PREFILL
             peer = self._decode_engine if prefill else self._prefill_engine
             scheduler.server.name_peer(engine.engine_id, peer.engine_id)
-            for third in self._thirds if prefill else ():
+            for third in self.thirds if prefill else ():
                 scheduler.server.name_peer(engine.engine_id, third)
         number = scheduler.server.send_numbered(
             engine.engine_id, msgspec.structs.replace(assign, tokens=tokens)
@@ -944,9 +944,9 @@ class EngineAttempt(AttemptChannel):
         if done.failure is not None:
             error = f"engine {engine.engine_id} could not load or send KV: {done.failure}"
             # The PE has just reported; the DE or a third DE may be gone.
-            for peer in (self._decode_engine, *self._thirds.values()):
+            for peer in (self._decode_engine, *self.thirds.values()):
                 self._scheduler.suspects.suspect(peer, error)
-            raise HitLostError(error) if self._thirds else TransportError(error)
+            raise HitLostError(error) if self.thirds else TransportError(error)
         return done
 
     def _account(self) -> HitAccount:

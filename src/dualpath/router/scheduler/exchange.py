@@ -2,11 +2,13 @@
 
 import asyncio
 import itertools
+from collections.abc import Collection
 from typing import TypeVar
 
 from dualpath.core import control
 from dualpath.core import control as request_messages
 from dualpath.core.errors import BadRequestError, EngineLostError
+from dualpath.router.engines import EngineInfo
 
 Answer = (
     request_messages.ReservationWaits
@@ -33,6 +35,8 @@ class AttemptChannel:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         #: Losing one of these engines breaks the attempt.
         self.engines: set[str] = set()
+        #: Third DEs that may hold slots for it, by id.
+        self.thirds: dict[str, EngineInfo] = {}
         self._expected: dict[tuple[type, str], asyncio.Future[Answer]] = {}
 
     def kv_in_hbm(self, arrived: request_messages.KvInHbm) -> None:
@@ -108,6 +112,10 @@ class Exchange:
     def close(self, attempt_id: str) -> None:
         """Stop it; later messages about the attempt are dropped."""
         self._channels.pop(attempt_id, None)
+
+    def all(self) -> Collection[AttemptChannel]:
+        """Return all open channels."""
+        return self._channels.values()
 
     def get(self, attempt_id: str) -> AttemptChannel | None:
         """Return an open channel."""
