@@ -23,6 +23,8 @@ from dualpath.engine.control.link import RouterConnection
 from dualpath.engine.control.surroundings import Surroundings, open_node_dram
 from dualpath.engine.passes.device import Device
 from dualpath.engine.passes.hbm_layout import HbmBlock
+from dualpath.engine.passes.layer_stream import LayerSettings, LayerStream
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.threads import TimeLimit
 from dualpath.plan.steps import Step
@@ -640,18 +642,35 @@ class SimEngine:
         copier.into_hbm = checked  # type: ignore[method-assign]
 
     def _watch_thirds(self, plane: DataPlane) -> None:
-        """Check that no prefill counts for which a PE has loaded wrong KV from a third DE.
-
-        A PE that compared what it has loaded would end the request, and hide that.
-        """
-        shared, manager = self.shared, plane.manager
-        verify, reserve = plane.verify_hbm, manager._reserve_third
+        """Report what this engine does as a third DE, or with third DEs, to ``ThirdEngines``."""
+        thirds, manager, engine_id = self.shared.thirds, plane.manager, self.engine_id
+        verify, reserve, free = plane.verify_hbm, manager._reserve_third, manager._free
+        begin = manager.passes.begin
 
         def noted_reserve(message: ReserveThird) -> None:
-            shared.at_thirds.add(message.request_id)
             reserve(message)
+            if manager.active.is_active(message.request_id):
+                thirds.granted(engine_id, message.request_id)
 
-        def checked(
+        def noted_free(release: Release) -> None:
+            if manager.settings.role is Role.DECODE:
+                name = release.request_id
+                holds = bool(manager.buffer.slots_of(name))
+                loads = any(engine.has_in_pass(name) for engine in self.shared.agents.values())
+                thirds.released(engine_id, name, holds=holds, loads=loads)
+            free(release)
+
+        def noted_begin(
+            chunks: Sequence[PrefillChunk],
+            layers: LayerSettings,
+            before: LayerStream | None = None,
+        ) -> LayerStream:
+            for chunk in chunks:
+                for third in chunk.transfer.thirds:
+                    thirds.loads(third.engine_id, chunk.transfer.request_id)
+            return begin(chunks, layers, before)
+
+        def noted_verify(
             place: CheckedAt,
             request_id: str,
             blocks: Sequence[int],
@@ -660,18 +679,20 @@ class SimEngine:
             next_token: int,
         ) -> str | None:
             found = verify(place, request_id, blocks, seeds, layers, next_token)
-            if found is None or request_id not in shared.at_thirds:
-                return found
-            if place is CheckedAt.PE_HBM:
-                shared.world.note(self.name, f"has loaded wrong KV of {request_id}")
-                shared.wrong_loads.add(request_id)
-                return None
-            if request_id in shared.wrong_loads:
-                shared.world.problem(f"{self.name}: {request_id} counts with wrong KV: {found}")
-            return found
+            return thirds.compared(request_id, place, found)
 
         manager._reserve_third = noted_reserve  # type: ignore[method-assign]
-        plane.verify_hbm = checked  # type: ignore[method-assign]
+        manager._free = noted_free  # type: ignore[method-assign]
+        manager.passes.begin = noted_begin  # type: ignore[method-assign]
+        plane.verify_hbm = noted_verify  # type: ignore[method-assign]
+
+    def has_in_pass(self, request_id: str) -> bool:
+        """Whether it is a PE with a request in a forward pass that was not released."""
+        if self.plane is None or not self.process.alive:
+            return False
+        request = self.plane.manager.active._active.get(request_id)
+        prefills = self.settings.engine.role is Role.PREFILL
+        return prefills and request is not None and request.streams > 0 and request.release is None
 
     def _watch_calls(self, plane: DataPlane) -> None:
         """Check that a call is served in the session of its assignment, and not after its release.

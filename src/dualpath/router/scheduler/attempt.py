@@ -436,7 +436,7 @@ class EngineAttempt(AttemptChannel):
         """
         hit_run = BlockRun(0, _hit_blocks(runs))
         self._whole_from = self._scheduler.geometry.whole_from(hit_run.count)
-        with_thirds = self._thirds_may_serve()
+        with_thirds = not pe_idle and self._thirds_may_serve()
         in_hbm = self._assignment.handover is Handover.HBM
         if in_hbm:
             own = [run.blocks for run in side_of(runs, Role.DECODE)]
@@ -486,7 +486,7 @@ class EngineAttempt(AttemptChannel):
     # ------------------------------------------------------------------ third DEs
 
     def _thirds_may_serve(self) -> bool:
-        """Whether third DEs may serve a part of the hit: of a first attempt, not all of it cached."""
+        """Whether third DEs may serve a part of the hit: of a first attempt, if some is read."""
         scheduler, runs = self._scheduler, self._assignment.reads
         if not scheduler.settings.third_engine_reads or self._order.number > 1 or self._appends:
             return False
