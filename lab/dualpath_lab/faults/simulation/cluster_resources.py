@@ -117,10 +117,12 @@ class ThirdEngines:
         self._holding.setdefault(attempt_id, set()).add(engine_id)
         self._released.discard((engine_id, attempt_id))
 
+    def serve(self, attempt_id: str) -> bool:
+        """Whether a third DE has granted slots to an attempt."""
+        return attempt_id in self._holding
+
     def released(self, engine_id: str, attempt_id: str, *, holds: bool, loads: bool) -> None:
         """A third DE executes a ``Release``; it still ``holds`` the slots, and a PE ``loads``."""
-        if attempt_id not in self._holding:
-            return
         self._released.add((engine_id, attempt_id))
         if holds:
             self._holding[attempt_id].discard(engine_id)

@@ -642,20 +642,23 @@ class SimEngine:
         copier.into_hbm = checked  # type: ignore[method-assign]
 
     def _watch_thirds(self, plane: DataPlane) -> None:
-        """Report what this engine does as a third DE, or with third DEs, to ``ThirdEngines``."""
+        """Report what this engine does as a third DE, or with third DEs, to ``ThirdEngines``.
+
+        It takes no lock, at which another thread could run: other runs go on as before.
+        """
         thirds, manager, engine_id = self.shared.thirds, plane.manager, self.engine_id
         verify, reserve, free = plane.verify_hbm, manager._reserve_third, manager._free
         begin = manager.passes.begin
 
         def noted_reserve(message: ReserveThird) -> None:
             reserve(message)
-            if manager.active.is_active(message.request_id):
+            if not manager.active.is_released(message.request_id):
                 thirds.granted(engine_id, message.request_id)
 
         def noted_free(release: Release) -> None:
-            if manager.settings.role is Role.DECODE:
-                name = release.request_id
-                holds = bool(manager.buffer.slots_of(name))
+            name = release.request_id
+            if manager.settings.role is Role.DECODE and thirds.serve(name):
+                holds = bool(manager.buffer._pool.slots_of(name))
                 loads = any(engine.has_in_pass(name) for engine in self.shared.agents.values())
                 thirds.released(engine_id, name, holds=holds, loads=loads)
             free(release)
@@ -682,7 +685,7 @@ class SimEngine:
             return thirds.compared(request_id, place, found)
 
         manager._reserve_third = noted_reserve  # type: ignore[method-assign]
-        manager._free = noted_free  # type: ignore[method-assign]
+        manager._free = noted_free  # type: ignore[method-assign, assignment]
         manager.passes.begin = noted_begin  # type: ignore[method-assign]
         plane.verify_hbm = noted_verify  # type: ignore[method-assign]
 
