@@ -474,10 +474,11 @@ class EngineAttempt(AttemptChannel):
             of_decode, of_prefill = await decode_reads, []
         else:
             prefill_reads = self._load_at_prefill(side_of(rest, Role.PREFILL))
-            of_decode, of_prefill, of_thirds = await gather_or_cancel(
-                decode_reads, prefill_reads, self._read_at_thirds(at_thirds)
-            )
-            of_prefill += of_thirds
+            works = [decode_reads, prefill_reads]
+            if at_thirds:
+                works.append(self._read_at_thirds(at_thirds))
+            of_decode, *others = await gather_or_cancel(*works)
+            of_prefill = [outcome for own in others for outcome in own]
         for outcome in of_decode:
             slots = outcome.slots or slots  # A deadline may have replaced slots.
         outcomes = sorted(of_decode + of_prefill, key=lambda one: one.assigned.blocks.first)
