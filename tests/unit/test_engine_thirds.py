@@ -21,6 +21,7 @@ from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Assign,
+    Failed,
     PeerUp,
     Read,
     ReadDone,
@@ -144,16 +145,13 @@ def test_a_third_engine_counts_its_slots_and_reads_and_no_request(cluster: ToyCl
     assert load.unallocated_hbm_tokens == 0
     assert load.free_buffer_tokens == (ROOM - 3) * GEOMETRY.block_tokens
     third.command(Assign("r", TOKENS, BLOCKS))
-    assert reserve_is_refused_by_name(third)
+    assert "an earlier request of this name" in third.answer(Failed, "r").reason
+    again = reserve(third, KEYS[:3], 0)
+    assert isinstance(again, ThirdRefused)
+    assert "an earlier request of this name" in again.reason
     third.command(Release("r", "over"))
     third.command(Release("r", "over"))
     assert third.report().load.free_buffer_tokens == third.manager.buffer_tokens
-
-
-def reserve_is_refused_by_name(engine: ToyEngine) -> bool:
-    from dualpath.core.control import Failed
-
-    return "an earlier request of this name" in engine.answer(Failed, "r").reason
 
 
 def test_it_grants_nothing_that_costs_its_own_requests_anything(cluster: ToyCluster) -> None:

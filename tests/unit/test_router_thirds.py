@@ -64,6 +64,11 @@ async def test_third_engines_read_a_part_and_release_it_when_the_prompt_is_compu
         assert [t for e in events for t in e.token_ids] == expected(PROMPT, 6)
         assert events[0].cached_tokens == BLOCKS * 4
         assert sum(reads(made).values()) == BLOCKS * 4
+        at_decode = sum(tokens for where, tokens in reads(made).items() if where != "prefill")
+        assert events[0].cached_by_source == {
+            "pe-storage": reads(made)["prefill"],
+            "de-storage": at_decode,
+        }
         assert {"d1", "d2"} < reads(made).keys()
         (transfer,) = made.calls.transfers
         assert [third.engine_id for third in transfer.thirds] == ["d1", "d2"]

@@ -79,6 +79,7 @@ from dualpath.transport.contract import Transport
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
+_NAME_IN_USE = "an earlier request of this name has not left the engine"
 
 
 class _PlannedRead:
@@ -334,7 +335,10 @@ class TrafficManager:
         Raises ``BadRequestError`` if an earlier request of this id is still here,
         ``BufferTooSmallError`` for more slots than the buffer has.
         """
-        self._check_new(message.request_id)
+        if self._is_here(message.request_id):
+            raise BadRequestError(
+                f"request {message.request_id}: {_NAME_IN_USE}; send it under another id"
+            )
         wanted = HbmWanted(message.hbm_prompt_tokens, message.hbm_new_tokens)
         if wanted.prompt_tokens:
             self.reserved_hbm.check(message.request_id, *wanted)
@@ -366,21 +370,20 @@ class TrafficManager:
                 waiting.announced = True
                 self._send(ReservationWaits(request_id))
 
-    def _check_new(self, request_id: str) -> None:
-        """Raise ``BadRequestError`` if an earlier request of this name is still here."""
+    def _is_here(self, request_id: str) -> bool:
+        """Whether an earlier request of this name has not left the engine."""
         known = (self.active.is_known, self.buffer.has_request, self.reserved_hbm.has_request)
-        if any(here(request_id) for here in known):
-            raise BadRequestError(
-                f"request {request_id}: an earlier request of this name has not left the engine; "
-                "send it under another id"
-            )
+        return any(here(request_id) for here in known)
 
     def _reserve_third(self, message: ReserveThird) -> None:
         """Lease slots to a request of other engines, or refuse it; nothing waits."""
         request_id = message.request_id
-        self._check_new(request_id)
-        leased = self.buffer.lease_spare(
-            request_id, message.keys, message.cached_blocks, message.spare_blocks
+        leased = (
+            _NAME_IN_USE
+            if self._is_here(request_id)
+            else self.buffer.lease_spare(
+                request_id, message.keys, message.cached_blocks, message.spare_blocks
+            )
         )
         if isinstance(leased, str):
             self._send(ThirdRefused(request_id, leased))

@@ -289,8 +289,11 @@ class Dispatch:
         self._fetch_all()
 
     def prefill_done(self, request_id: str, engine_id: str) -> None:
-        """The PE has finished a request."""
+        """The PE has finished a request, and third DEs have released it."""
         self._end_at(request_id, engine_id)
+        if (assignment := self._assignment(request_id)) is not None:
+            for third in assignment.thirds:
+                self._end_at(request_id, third.engine_id)
         self.prompt_computed(request_id, engine_id)
 
     def prompt_computed(self, request_id: str, engine_id: str) -> None:
