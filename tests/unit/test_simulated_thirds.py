@@ -12,7 +12,8 @@ from dualpath_lab.faults.simulation.cluster import Cluster
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
 
-SEEDS = (*range(75, 100), *range(175, 200))
+#: Clusters in which third engines grant, refuse and die.
+SEEDS = (75, 76, 78, 84, 186, 188, 90, 95, 96, 97, 98)
 
 
 def test_third_engines_grant_refuse_and_die_between_grant_read_and_load(
