@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from tests.emulated_cluster import GEOMETRY, Cluster, cluster
+from tests.ranked_harness import CountingTransport
 from tests.unit.test_emulated_dram import updated
+from tests.unit.test_emulated_rank_bytes import agents
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Handover, Mode
@@ -18,6 +20,8 @@ from dualpath.engine.counters import BYTES_OF, Counter
 from dualpath.plan.movements import Place
 from dualpath.plan.steps import PromptLayout, whole_plan
 from dualpath.router.settings import RouterSettings
+from dualpath.transport.contract import Direction
+from dualpath.transport.copy_transport import CopyTransfer
 from dualpath_lab.emulated.settings import part_geometry
 
 PROMPT = list(range(1, 78))
@@ -158,3 +162,45 @@ async def test_engines_of_several_ranks_serve_and_are_served(
     async with cluster(storage, Mode.SPLIT, 1, 4, router=router, **ranks) as made:
         await turns(made)
         assert served(made)
+
+
+def kill_when_read(made: Cluster, engine: str, patched: pytest.MonkeyPatch) -> list[str]:
+    """Let an engine's memory be lost once a load from it is posted; return a list of its agents."""
+    post, killed = CountingTransport.post, list[str]()
+    (agent,) = agents(made, engine)
+
+    def posted(self: CountingTransport, *where: Any, **how: Any) -> CopyTransfer:
+        transfer = post(self, *where, **how)
+        if where[0] is Direction.READ and where[3] == agent:
+            killed.append(agent)
+            made.fabric.kill(agent)
+        return transfer
+
+    patched.setattr(CountingTransport, "post", posted)
+    return killed
+
+
+@pytest.mark.parametrize("in_dram", [True, False])
+async def test_a_third_engine_whose_memory_is_lost_in_mid_transfer_costs_no_answer(
+    in_dram: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves from DRAM, or what it has read.  The PE has posted a load from it by then."""
+    small = {"decode-0": {"hbm_bytes": 24 * GEOMETRY.full_block_bytes}}
+    found = {}
+    for most in (0, 1):
+        storage = f"memory://thirds-lost-{in_dram}-{most}"
+        router = settings(most, dram_tier=in_dram)
+        async with cluster(storage, Mode.SPLIT, 1, 2, router=router, own=small) as made:
+            first, _ = await made.ask(PROMPT, 6)
+            await made.stored()
+            await made.idle()
+            await updated(made)
+            with monkeypatch.context() as patched:
+                killed = kill_when_read(made, "decode-0", patched)
+                found[most] = await made.ask([*PROMPT, *first, *range(200, 230)], 6)
+            assert bool(killed) == bool(most)
+            await made.idle()
+            assert made.counts(1) == 0
+            assert made.service.records[-1].attempts == 1 + most
+            assert made.service.records[-1].failures == []
+    assert found[0] == found[1]

@@ -37,7 +37,7 @@ _RESTARTED_EARLY_S = 0.02
 _CALL_POLL_S = 0.001
 _CALL_POLLS = 1000
 #: When a third DE dies after it was found to hold slots: before its read, or while a PE loads.
-_WITHIN_A_READ_S = (0.0, 0.0005, 0.002, 0.01, 0.03)
+_THIRD_ENDS_S = (0.0, 0.0005, 0.002, 0.01, 0.03)
 
 
 #: Probability that the faults of a run are in a few components only.
@@ -288,7 +288,7 @@ class Adversary:
                 self.world.after(_CALL_POLL_S, again)
             return
         victim = self.world.chance.choice(victims)
-        delay_s = self.world.pick(_WITHIN_A_READ_S)
+        delay_s = self.world.pick(_THIRD_ENDS_S)
 
         def end() -> None:
             if self.cluster.engines[victim].process.alive:
