@@ -109,10 +109,10 @@ of any prompt at the third DE, without `8-9`.
 
 _THIRD = HITS // 4
 _THIRD_TEXT = f"""\
-Beyond the paper, with [`third_engine_reads`](../architecture.md#third-decode-engines), which so far
-the simulator plays and no engine does. Two third DEs read {_THIRD} blocks each, into buffers of
-their own, PE and DE the rest. What a third DE has in DRAM is not read. Links of a DE are those of
-any of these DEs.
+Beyond the paper, with [`third_engine_reads`](../architecture.md#third-decode-engines). Two third
+DEs read {_THIRD} blocks each, into buffers of their own, PE and DE the rest. What a third DE has in
+DRAM is not read. Links of a DE are those of any of these DEs; bytes count at the engine that moves
+them.
 """
 
 

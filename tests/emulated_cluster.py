@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +150,13 @@ async def cluster(
     prefill_tp: int = 1,
     decode_tp: int = 1,
     wrap_storage: Callable[[BlockStorage], BlockStorage] = lambda opened: opened,
+    own: Mapping[str, dict[str, Any]] | None = None,
     **changes: Any,
 ) -> AsyncIterator[Cluster]:
-    """Run a cluster in the block; ``prefill_tp`` and ``decode_tp`` are ranks of an engine."""
+    """Run a cluster in the block; ``prefill_tp`` and ``decode_tp`` are ranks of an engine.
+
+    ``own`` are changes of single engines, by name.
+    """
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         settings = router or RouterSettings(mode=mode)
@@ -168,7 +172,7 @@ async def cluster(
                 name = f"{role.value}-{index}"
                 chosen = engine_settings(
                     *(role, name, service.scheduler.server.address, storage, mode),
-                    **(changes | {"tensor_parallel_size": ranks}),
+                    **(changes | {"tensor_parallel_size": ranks} | (own or {}).get(name, {})),
                 )
                 made.engines[name] = await stack.enter_async_context(
                     emulated_engine(chosen, made.surroundings)

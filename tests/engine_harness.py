@@ -397,13 +397,8 @@ class ToyCluster:
     ) -> dict[str, str]:
         """Run one forward pass; per request (transfer, keys, chunk, HBM blocks)."""
         chunks = [
-            PrefillChunk(
-                transfer=prefill_transfer,
-                chunk=chunk,
-                hbm_blocks=tuple(hbm),
-                decode_agents=self.pe.manager.peers.agents_of(
-                    prefill_transfer.decode_engine, prefill_transfer.decode_epoch
-                ),
+            PrefillChunk(prefill_transfer, chunk, tuple(hbm)).connected(
+                self.pe.manager.peers.agents_of
             )
             for prefill_transfer, _, chunk, hbm in work
         ]

@@ -95,6 +95,7 @@ class EngineCluster:
             dram_tier=self.settings.dram_tier,
             append_at_decode_tokens=self.settings.append_at_decode_tokens,
             handover=self.settings.handover,
+            third_engine_reads=self.settings.third_engine_reads,
         )
         self.service = RouterService(router, calls, adapter_paths=adapter_paths(args))
         await self.service.start()

@@ -113,6 +113,8 @@ class FakeEngine:
         self.fetches = asyncio.Event()
         self.fetches.set()
         self.fetch_failure = ""
+        #: Why it serves no part of hits of other engines' requests.
+        self.third_refusal = ""
         self.heartbeats = True
         #: ``KvInHbm`` is late: the router has it only with the answer to its next ``Sync``.
         self.tokens_come_first = False
@@ -141,6 +143,8 @@ class FakeEngine:
         self.windowless: set[int] = set()
         self.leases: dict[str, list[int]] = {}
         self.waiting: deque[tuple[str, int]] = deque()
+        #: Requests of which it is a third DE.
+        self.thirds: set[str] = set()
         self.quarantined = {}
         self.tenants: dict[str, int] = {}
         self.called: set[str] = set()
@@ -305,7 +309,8 @@ class FakeEngine:
         self.waiting.clear()
         self.reads.clear()
         for request_id in [*self.leases]:
-            if self.role is Role.DECODE and request_id not in self.kv_in_hbm | self.persisted:
+            settled = self.kv_in_hbm | self.persisted | self.thirds
+            if self.role is Role.DECODE and request_id not in settled:
                 self.quarantined[request_id] = self.leases.pop(request_id)
             else:
                 self._free(request_id)
@@ -344,6 +349,8 @@ class FakeEngine:
                         self.announced.add(message.request_id)
                         self.send(request_messages.ReservationWaits(message.request_id))
                 self.report()
+            case request_messages.ReserveThird():
+                self._reserve_third(message)
             case request_messages.Read():
                 self._read(message)
             case request_messages.Persist():
@@ -409,6 +416,25 @@ class FakeEngine:
             self.windowless -= {here}
             self.windowless |= {here} if there in source.windowless else set()
         self.send(request_messages.FetchDone(request_id, tuple(slots)))
+
+    def _reserve_third(self, message: request_messages.ReserveThird) -> None:
+        """Lease slots at once, with the blocks that are cached, or refuse."""
+        count, left = len(message.keys), len(self.free) - message.spare_blocks
+        if self.third_refusal or self.waiting or count > left:
+            reason = self.third_refusal or "no room"
+            self.send(request_messages.ThirdRefused(message.request_id, reason))
+            return
+        slots = [self.free.popleft() for _ in range(count)]
+        for slot in slots:
+            self.content.pop(slot, None)
+        cached = message.keys[: message.cached_blocks]
+        self.content.update(zip(slots, cached, strict=False))
+        self.windowless.difference_update(slots)
+        self.leases[message.request_id] = slots
+        self.thirds.add(message.request_id)
+        self.send(
+            request_messages.Reserved(message.request_id, tuple(slots), 0.0, message.cached_blocks)
+        )
 
     def _read(self, read: request_messages.Read) -> None:
         slots = self.leases.get(read.request_id)
@@ -552,6 +578,10 @@ class FakeCalls:
             await self._pass("prefill", here)
         if there.dead.is_set() or there.epoch != prefill_transfer.decode_epoch:
             raise TransportError(f"{there.engine_id} is gone")
+        for third in prefill_transfer.thirds:
+            serving = self.engines[third.engine_id]
+            if serving.dead.is_set() or serving.epoch != third.epoch:
+                raise TransportError(f"{third.engine_id} is gone")
         self._check_alive(here, engine)
         if prefill_transfer.request_id not in here.tenants:
             raise TransportError(f"{here.engine_id} has ended the session of this request")
@@ -644,6 +674,9 @@ class FakeCalls:
         for run in prefill_transfer.hits:
             assert run.blocks.first == block
             side = here if run.side is Role.PREFILL else there
+            if run.third:
+                assert run.third in {third.engine_id for third in prefill_transfer.thirds}
+                side = self.engines[run.third]
             for slot in run.slots:
                 assert slot in side.leases[prefill_transfer.request_id]
                 assert side.content[slot] == job.keys[block]

@@ -118,7 +118,6 @@ def test_front_ends_reach_the_router_and_do_without_a_standby() -> None:
             {"units": 2, "front_ends": 1, "nodes": "2P1D"},
             "units.* is 2 and .*nodes.* is '2P1D'; each unit needs a prefill and a decode node",
         ),
-        ({"third_engine_reads": 2}, "third_engine_reads.* is 2, which only `dualpath simulate`"),
     ],
 )
 def test_absurd_sizes_are_refused_by_name(change: dict[str, Any], message: str) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import Load
-from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.policy.events import (
@@ -26,7 +25,6 @@ from dualpath.policy.events import (
     Submitted,
 )
 from dualpath.policy.scheduler import RequestScheduler
-from dualpath.router.settings import RouterSettings
 
 HBM_TOKENS = 100_000
 BLOCKS = 40
@@ -197,8 +195,3 @@ def test_a_request_is_lost_with_its_third_engine_until_its_prompt_is_computed() 
     other.apply(PrefillEnded("r"))
     assert other.apply(EngineLost(third)).lost_requests == ()
     other.apply(Finished("r"))
-
-
-def test_a_router_refuses_what_its_engines_do_not_support() -> None:
-    with pytest.raises(ConfigError, match=r"third_engine_reads.* is 2, which only .*simulate"):
-        RouterSettings(third_engine_reads=2)

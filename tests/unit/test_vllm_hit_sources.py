@@ -12,7 +12,12 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
+from dualpath.core.transfers import (
+    DecodeTransfer,
+    PrefillTransfer,
+    ThirdEngine,
+    to_transfer_params,
+)
 from dualpath.vllm.scheduler_side import SchedulerSide
 
 __all__ = ["none_hash"]
@@ -60,6 +65,26 @@ def test_a_prefill_engine_has_hits_of_its_dram_of_storage_and_of_the_decode_engi
     hits = tuple(each.with_slots(tuple(range(each.blocks.count))) for each in HITS)
     transfer = PrefillTransfer("q", TOKENS, 5, bytes(keys[4]), hits, "de-0", "e", slots)
     assert admitted(side_of(Role.PREFILL), transfer) == in_blocks(host=1, disk=1, p2p=3)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_what_a_third_decode_engine_serves_is_from_another_engine(named: bool):
+    """It is of the prefill engine's side; a transfer that names no process of it is refused."""
+    keys = vllm_request(range(TOKENS)).block_hashes
+    slots = tuple(range(7))
+    hits = (
+        HitRun(Role.PREFILL, BlockRun(0, 2), (8, 9), cached=True, third="de-1"),
+        HitRun(Role.PREFILL, BlockRun(2, 3), (0, 1, 2)),
+    )
+    thirds = (ThirdEngine("de-1", "e"),) if named else ()
+    transfer = PrefillTransfer(
+        "q", TOKENS, 5, bytes(keys[4]), hits, "de-0", "e", slots, thirds=thirds
+    )
+    if named:
+        assert admitted(side_of(Role.PREFILL), transfer) == in_blocks(disk=3, p2p=2)
+        return
+    request = vllm_request(range(TOKENS), transfer=to_transfer_params(transfer))
+    assert side_of(Role.PREFILL).matched_tokens(request, 0) == (1, True)
 
 
 def test_a_decode_engine_has_what_it_does_not_load_itself_from_the_prefill_engine():

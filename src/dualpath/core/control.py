@@ -4,11 +4,11 @@ Messages are msgpack-encoded tagged structs in an envelope (``core.envelopes``).
 session (``core.sessions``) with ``Register``; the answer is ``Registered`` or ``Refused``.  KV is
 never sent over this connection.
 
-    router → engine   Registered Refused Ack PeerUp PeerDown LivenessProbe Lookup Sync Assign Read
-                      Persist Release Retain Drained
+    router → engine   Registered Refused Ack PeerUp PeerDown LivenessProbe Lookup Sync Assign
+                      ReserveThird Read Persist Release Retain Drained
     engine → router   Register Report CacheUpdate ConfirmedDead LookupDone Synced ReservationWaits
-                      Reserved ReadDone FetchDone PrefillDone KvInHbm RequestOver Released Failed
-                      Deregister
+                      Reserved ThirdRefused ReadDone FetchDone PrefillDone KvInHbm RequestOver
+                      Released Failed Deregister
 
 The messages about one request, and their order, are in ``core.request_messages``.
 """
@@ -50,6 +50,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 #
 #     Assign(other DE, fetch) → FetchDone → Sync(first DE) → Synced → Release(first DE) → vLLM
 #     request at the other DE, as above
+#
+# With third DEs, between the grant of the DE and the first read: ReserveThird → Reserved, or
+# ThirdRefused; then Read as at a DE; after PrefillDone Release → Released.
 
 
 class GrantRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,6 +128,29 @@ class Assign(Message, frozen=True, tag=True):
     hbm_prompt_tokens: int = 0
     hbm_new_tokens: int = 0
     fetch: Fetch | None = None
+
+
+class ReserveThird(Message, frozen=True, tag=True):
+    """A third DE is to serve these blocks of a request from its buffer, if that costs it nothing.
+
+    ``keys`` are those of consecutive hit blocks.  The first ``cached_blocks`` of them have to be in
+    its buffer; ``Read`` orders the read of the others.  It is answered at once: with ``Reserved``,
+    one slot per block, or with ``ThirdRefused``, where a block is not cached, one would have to be
+    evicted, a reservation waits, or fewer than ``spare_blocks`` slots would be left for a request
+    of the engine's own.  The request does not count against the engine's load, only its reads do.
+    """
+
+    request_id: Name
+    keys: tuple[bytes, ...]
+    cached_blocks: Annotated[int, msgspec.Meta(ge=0)]
+    spare_blocks: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class ThirdRefused(Message, frozen=True, tag=True):
+    """The engine serves nothing of the request of a ``ReserveThird``, and why."""
+
+    request_id: Name
+    reason: str
 
 
 class ReservationWaits(Message, frozen=True, tag=True):
@@ -268,7 +294,11 @@ class Release(Message, frozen=True, tag=True):
 
 
 class Released(Message, frozen=True, tag=True):
-    """All of the request's slots are free again."""
+    """All of the request's slots are free again.
+
+    From a third DE also the proof that it has held them until then: it drops them by itself only at
+    the end of the session.
+    """
 
     request_id: Name
 
@@ -559,6 +589,7 @@ RouterMessage = (
     | Lookup
     | Sync
     | Assign
+    | ReserveThird
     | Read
     | Persist
     | Release
@@ -574,6 +605,7 @@ EngineMessage = (
     | Synced
     | ReservationWaits
     | Reserved
+    | ThirdRefused
     | ReadDone
     | FetchDone
     | PrefillDone

@@ -11,7 +11,7 @@
     ├── StorageError           external storage fails; a bad block is not an error, it ends a hit
     ├── TransportError         a transfer failed
     │   ├── PeerLostError          the other engine is gone
-    │   └── HitLostError           a decode engine lacks a part of the hit that it appends to
+    │   └── HitLostError           a decode engine lacks a part of a hit that it was to have
     ├── BufferTooSmallError    a buffer request that can never be granted
     ├── EngineLostError        an engine died or stopped reporting
     │   └── SchedulerLostError     the scheduler died; the state of its engines is unknown
@@ -88,7 +88,11 @@ class PeerLostError(TransportError):
 
 
 class HitLostError(TransportError):
-    """A DE could not load the whole hit behind which it was to compute the append."""
+    """A part of a hit is not where the attempt needs it, and the next attempt does without.
+
+    A DE could not load the whole hit behind which it was to compute the append, or the PE could not
+    load what a third DE was to serve.
+    """
 
 
 class BufferTooSmallError(DualPathError):

@@ -33,6 +33,13 @@ class CallAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[int, msgspec.Meta(ge=0)]
 
 
+class ThirdEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A third DE, in the epoch in which it has granted its slots."""
+
+    engine_id: Name
+    epoch: Name
+
+
 class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Travels with the PE's vLLM request: the source of hit KV, the destination of the whole KV.
 
@@ -42,7 +49,8 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     requests and must not be written to.  With a hand-over in HBM ``de_hbm_blocks`` has the DE's HBM
     block of each prompt block, and ``de_slots`` is empty.  ``prompt_digest`` is set where the
     engine makes its own tokens of the request: KV of other tokens is then not used.
-    ``assignment`` is None if the PE was sent an ``Assign``.
+    ``assignment`` is None if the PE was sent an ``Assign``.  ``thirds`` are the third DEs of
+    ``hits``.
     """
 
     request_id: Name
@@ -57,6 +65,7 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     prompt_digest: bytes = b""
     assignment: CallAssignment | None = None
     de_hbm_blocks: tuple[int, ...] = ()
+    thirds: tuple[ThirdEngine, ...] = ()
 
 
 class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -139,7 +139,8 @@ def _check(path: Path) -> None:
 
 def _described(request_id: str, done: Executed) -> dict[str, object]:
     step = done.step
-    return {
+    third = {"third": step.third} if step.third else {}
+    return third | {
         "request": request_id,
         "label": step.label,
         "first_block": step.blocks.first,

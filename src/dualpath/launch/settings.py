@@ -46,7 +46,6 @@ from dualpath.router.settings import (
     RecomputeLimit,
     ThirdEngineReads,
     UnitCount,
-    check_third_engine_reads,
     check_units,
 )
 from dualpath.transport.ucx_config import check_engine_config
@@ -219,7 +218,6 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
                 f"{{handover}} is {self.handover} and {{receive_hbm_share}} is 0; decode engines "
                 "need a share of their KV memory for it, or leave {handover} out"
             )
-        check_third_engine_reads(self.third_engine_reads)
         check_engine_config(self.nixl_engine_config)
 
     def unit(self, index: int) -> int:

@@ -92,7 +92,8 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``whole`` False: of all layers without those with a sliding window.  ``slots`` are those of the
     DRAM buffer at one end of the step, one per block, or the blocks of the DE's HBM at the other
-    end of a PE's step; an engine's plan has them, a simulated one has none.
+    end of a PE's step; an engine's plan has them, a simulated one has none.  ``third`` is the third
+    DE of which the buffer is, empty for the request's own engines.
     """
 
     movement: Movement
@@ -101,6 +102,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int
     slots: tuple[int, ...] = ()
     whole: bool = True
+    third: str = ""
 
     def only(self, blocks: BlockRun) -> "Step":
         """Return the part of the step that moves ``blocks``, a subset of its own."""
@@ -226,10 +228,11 @@ def step_of(
     slots: tuple[int, ...] = (),
     *,
     whole: bool = True,
+    third: str = "",
 ) -> Step:
     """Return a movement of some blocks; only this function computes the bytes of a step."""
     size_bytes = blocks.count * geometry.bytes_of(layer, whole=whole)
-    return Step(movement, blocks, layer, size_bytes, slots, whole)
+    return Step(movement, blocks, layer, size_bytes, slots, whole, third)
 
 
 def run_reads(geometry: BlockGeometry, run: HitRun) -> tuple[Step, ...]:
@@ -243,8 +246,14 @@ def run_reads(geometry: BlockGeometry, run: HitRun) -> tuple[Step, ...]:
         (BlockRun(run.blocks.first, run.windowless), False),
         (BlockRun(run.whole_from, run.blocks.count - run.windowless), True),
     )
+    read, _ = _source_steps(run)
     return tuple(
-        step_of(_source_steps(run)[0], geometry, part, slots=run.part(part).slots, whole=whole)
+        step_of(
+            *(read, geometry, part),
+            slots=run.part(part).slots,
+            whole=whole,
+            third=run.third,
+        )
         for part, whole in parts
         if part
     )
@@ -273,7 +282,7 @@ def load_steps(
         if loaded:
             part = run.part(BlockRun(run.blocks.end - loaded, loaded))
             _, load = _source_steps(run)
-            steps.append(step_of(load, geometry, part.blocks, layer, part.slots))
+            steps.append(step_of(load, geometry, part.blocks, layer, part.slots, third=run.third))
     if reloaded := reload_blocks(seen, chunk.first, hits, resident):
         blocks = BlockRun(chunk.first - reloaded, reloaded)
         in_hbm = layout.handover is Handover.HBM

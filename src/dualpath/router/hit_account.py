@@ -36,7 +36,8 @@ SEEN_KEYS = 1 << 18
 class HitPlace(StrEnum):
     """From where a hit was loaded, and by which engine of the request.
 
-    An engine that reads a block from storage may get it from the DRAM of its node.
+    Third DEs count as decode engines.  An engine that reads a block from storage may get it from
+    the DRAM of its node.
     """
 
     PE_DRAM = "pe-dram"
@@ -51,7 +52,7 @@ def hit_sources(hits: Sequence[HitRun], block_tokens: int) -> dict[HitPlace, int
     """Return the hit tokens by source; sources without any are left out."""
     tokens: dict[HitPlace, int] = {}
     for run in hits:
-        if run.side is Role.PREFILL:
+        if run.side is Role.PREFILL and not run.third:
             source = HitPlace.PE_DRAM if run.cached else HitPlace.PE_STORAGE
         else:
             source = HitPlace.DE_DRAM if run.cached else HitPlace.DE_STORAGE

@@ -174,9 +174,9 @@ class ScheduledAttempt(Protocol):
     async def prepare(self) -> Prepared:
         """Find what is stored, the engines and their slots, and have the hits read (§4.1).
 
-        Raises ``EngineLostError``, ``TransportError`` (``HitLostError`` if the DE was to compute
-        the append) or ``BadRequestError``, if no engine can ever take the request or an attempt of
-        another front end has its name.
+        Raises ``EngineLostError``, ``TransportError`` (``HitLostError`` if the next attempt does
+        without what failed) or ``BadRequestError``, if no engine can ever take the request or an
+        attempt of another front end has its name.
         """
         ...
 

@@ -88,8 +88,7 @@ ThirdEngineReads = Annotated[
     int,
     Setting(
         "so many decode engines that are not a request's may serve a part of its hit, from their "
-        "DRAM or through their storage NIC; engines support 0 only so far, the simulator any "
-        "number",
+        "DRAM or through their storage NIC, in modes dualpath and split; 0 as in the paper",
         ge=0,
     ),
 ]
@@ -135,16 +134,6 @@ def check_units(units: int, front_ends: int) -> None:
         raise ConfigError(
             f"{{units}} is {units} and {{front_ends}} is 0; set {{front_ends}} to the number of "
             "processes that serve clients, at least 1: they divide requests between the units"
-        )
-
-
-def check_third_engine_reads(most: int) -> None:
-    """Raise ``ConfigError`` for reads by third engines, which engines do not support."""
-    if most:
-        raise ConfigError(
-            f"{{third_engine_reads}} is {most}, which only `dualpath simulate` and `dualpath plan` "
-            "support so far; engines read for their own requests alone: leave {third_engine_reads} "
-            "out"
         )
 
 
@@ -453,7 +442,6 @@ class RouterSettings(Settings, frozen=True):
                     f"{{tenant_weights}} has {tenant}={weight:g}; a weight must be above 0, "
                     "correct it"
                 )
-        check_third_engine_reads(self.third_engine_reads)
         try:
             policy = msgspec.convert(self.rebalance_options, RebalanceSettings, strict=False)
         except msgspec.ValidationError as error:

@@ -242,7 +242,7 @@ class SchedulerSide:
 
         These are ``external_tokens`` tokens, behind those of vLLM's prefix cache.  Blocks that this
         engine's buffer had are from the host, blocks that it read are from disk, all others come
-        from the other engine of the request.
+        from another engine.
         """
         tracked = self._tracked.get(request.request_id)
         transfer = tracked.transfer if tracked is not None else None
@@ -255,7 +255,7 @@ class SchedulerSide:
         first_token = loaded_tokens - external_tokens
         tokens: dict[CacheHitSource, int] = {}
         for run in transfer.hits:
-            if run.side is not self._role:
+            if run.side is not self._role or run.third:
                 continue
             start = max(run.blocks.first * self._block_tokens, first_token)
             count = min(run.blocks.end * self._block_tokens, loaded_tokens) - start

@@ -36,6 +36,8 @@ _RESTARTED_EARLY_S = 0.02
 #: How often, and at most how many times, the adversary looks for a call to a PE.
 _CALL_POLL_S = 0.001
 _CALL_POLLS = 1000
+#: When a third DE dies after it was found to hold slots: before its read, or while a PE loads.
+_THIRD_ENDS_S = (0.0, 0.0005, 0.002, 0.01, 0.03)
 
 
 #: Probability that the faults of a run are in a few components only.
@@ -63,6 +65,7 @@ class ClusterFeature(enum.Enum):
     LEASE = enum.auto()
     PROXIES = enum.auto()
     MOVES = enum.auto()
+    THIRDS = enum.auto()
 
 
 class FaultKind(msgspec.Struct, frozen=True):
@@ -292,6 +295,26 @@ class Adversary:
         else:
             self.world.after(self._pause_s(), self.stop(engine.process))
 
+    def end_third(self, polls: int = _CALL_POLLS) -> None:
+        """SIGKILL of a third DE that holds slots: before its read, in it, or while a PE loads."""
+        router = self.cluster.router
+        attempts = router.service.scheduler.exchange.all() if router.serves else ()
+        holding = {name for one in attempts for name in one.thirds}
+        victims = sorted(holding & self.cluster.engines.keys())
+        if not victims:
+            if polls:
+                again = functools.partial(self.end_third, polls - 1)
+                self.world.after(_CALL_POLL_S, again)
+            return
+        victim = self.world.chance.choice(victims)
+        delay_s = self.world.pick(_THIRD_ENDS_S)
+
+        def end() -> None:
+            if self.cluster.engines[victim].process.alive:
+                self.cluster.restart_engine(victim, self._pause_s())
+
+        self.world.after(delay_s, end)
+
     def kill_both(self) -> None:
         """SIGKILL of the router and a front end at once."""
         self.kill_router()
@@ -506,6 +529,12 @@ FAULT_KINDS = (
         Component.ENGINES,
         Adversary.strike_move,
         needs=ClusterFeature.MOVES,
+    ),
+    FaultKind(
+        "kill a third engine",
+        Component.ENGINES,
+        Adversary.end_third,
+        needs=ClusterFeature.THIRDS,
     ),
     FaultKind(
         "kill the router and a front end",

@@ -70,6 +70,7 @@ class Cluster:
             views={"host-0": settings.proc},
             units=settings.units,
         )
+        self.shared.thirds.waits_for_pe = self._waits_for_pe
         self.engines: dict[str, SimEngine] = {}
         self._starts: dict[str, int] = {}
         self._hosts: dict[str, str] = {}
@@ -299,6 +300,12 @@ class Cluster:
         most_bytes = self.limits.high * self.limits.tenant_quota_bytes
         over = {tag: used for tag, used in status.fullest_tenants.items() if used > most_bytes}
         return [f"tenants are above their quotas: {over}"] if over else []
+
+    def _waits_for_pe(self, attempt_id: str) -> bool:
+        """Whether a live scheduler waits until the PE of an attempt writes and loads no more."""
+        alive = [router for router in self.routers if router.process.alive]
+        slots = [router.service.scheduler.releases._slots.get(attempt_id) for router in alive]
+        return any(one is not None and one.quarantined_s is None for one in slots)
 
     def _next_router(self, unit: int) -> None:
         alive = [router for router in self._routers[unit] if router.process.alive]

@@ -1,7 +1,7 @@
 """Resources shared by the processes of a simulated cluster: networks, storage, memory owners."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from random import Random
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from dualpath.core.cluster import HostProcess
 from dualpath.node import host_process
 from dualpath.node.host_process import Sight
 from dualpath.transport.in_process import InProcessFabric
+from dualpath_lab.emulated.checkable_kv import CheckedAt
 from dualpath_lab.faults.simulation.connections import Network, WireFaults
 from dualpath_lab.faults.simulation.disk import Disk, StorageFaults
 from dualpath_lab.faults.simulation.http import HttpNetwork
@@ -94,6 +95,63 @@ class UnitNetworks:
         self.leadership = SchedulerLeadership(world, election)
 
 
+class ThirdEngines:
+    """Checks of third DEs: what they hold while a PE loads, and what a prefill counts with.
+
+    ``waits_for_pe`` returns whether a live scheduler waits for the end of a PE's loads for an
+    attempt: it does until the PE is lost or late.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.waits_for_pe: Callable[[str], bool] = lambda attempt_id: False
+        #: By attempt: third DEs that have granted slots and have not been released since.
+        self._holding: dict[str, set[str]] = {}
+        #: By attempt: third DEs that its PE loads from.
+        self._used: dict[str, set[str]] = {}
+        self._released: set[tuple[str, str]] = set()
+        self._wrong: set[str] = set()
+
+    def granted(self, engine_id: str, attempt_id: str) -> None:
+        """A third DE has granted slots."""
+        self._holding.setdefault(attempt_id, set()).add(engine_id)
+        self._released.discard((engine_id, attempt_id))
+
+    def serve(self, attempt_id: str) -> bool:
+        """Whether a third DE has granted slots to an attempt."""
+        return attempt_id in self._holding
+
+    def released(self, engine_id: str, attempt_id: str, *, holds: bool, loads: bool) -> None:
+        """A third DE executes a ``Release``; it still ``holds`` the slots, and a PE ``loads``."""
+        self._released.add((engine_id, attempt_id))
+        if holds:
+            self._holding[attempt_id].discard(engine_id)
+        if loads and self.waits_for_pe(attempt_id):
+            self._world.problem(f"{engine_id} frees slots of {attempt_id}, which a PE loads")
+
+    def loads(self, engine_id: str, attempt_id: str) -> None:
+        """A PE begins a pass that loads from a third DE."""
+        self._used.setdefault(attempt_id, set()).add(engine_id)
+        if (engine_id, attempt_id) in self._released and self.waits_for_pe(attempt_id):
+            self._world.problem(f"a PE loads {attempt_id} from slots that {engine_id} has freed")
+
+    def compared(self, attempt_id: str, place: CheckedAt, found: str | None) -> str | None:
+        """KV in HBM was compared; return what is wrong with it, if that is to end the request.
+
+        What a PE has loaded does not end it, as that would hide that its prefill counts.
+        """
+        if attempt_id not in self._holding:
+            return found
+        if place is CheckedAt.PE_HBM:
+            self._wrong |= {attempt_id} if found else set()
+            return None
+        if holding := self._holding[attempt_id] & self._used.get(attempt_id, set()):
+            self._world.problem(f"{attempt_id} counts, and {sorted(holding)} have not confirmed")
+        if attempt_id in self._wrong:
+            self._world.problem(f"{attempt_id} counts, of which a PE has loaded wrong KV")
+        return found
+
+
 class ClusterResources:
     """Networks, storage and processes; ``agents`` are engines by the name of their agent.
 
@@ -132,6 +190,7 @@ class ClusterResources:
         self.silenced = False
         #: The names of all attempts that engines have begun for legs.
         self.leg_names: set[str] = set()
+        self.thirds = ThirdEngines(world)
         self._processes: dict[int, Process] = {}
         #: The processes of other ranks of an engine, by the number of its first rank's process.
         self._ranks: dict[int, list[Process]] = defaultdict(list)

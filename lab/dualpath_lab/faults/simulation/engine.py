@@ -3,14 +3,19 @@
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.cluster import GroupRank, HostProcess, Role
-from dualpath.core.control import Release, decode_engine_message, decode_router_message
+from dualpath.core.control import (
+    Release,
+    ReserveThird,
+    decode_engine_message,
+    decode_router_message,
+)
 from dualpath.core.errors import ConfigError, DualPathError, EngineLostError, StorageError
 from dualpath.core.transfers import CallAssignment
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION, BlockBuffer
@@ -19,6 +24,8 @@ from dualpath.engine.control.link import RouterConnection
 from dualpath.engine.control.surroundings import Surroundings, open_node_dram
 from dualpath.engine.passes.device import Device
 from dualpath.engine.passes.hbm_layout import HbmBlock
+from dualpath.engine.passes.layer_stream import LayerSettings, LayerStream
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.threads import TimeLimit
 from dualpath.plan.steps import Step
@@ -31,6 +38,7 @@ from dualpath.storage.objects import ObjectInfo, ObjectTree, PosixObjects
 from dualpath.storage.posix import PosixStorage
 from dualpath.transport.contract import Transport
 from dualpath.transport.memory import address_of
+from dualpath_lab.emulated.checkable_kv import CheckedAt, Seeds
 from dualpath_lab.emulated.data_plane import DataPlane
 from dualpath_lab.emulated.decode import DecodeEngine
 from dualpath_lab.emulated.engine_server import RequestSubmitter
@@ -389,6 +397,7 @@ class SimEngine:
         self._watch_copies(plane)
         self._watch_fetches(plane)
         self._watch_calls(plane)
+        self._watch_thirds(plane)
         self.plane = plane
         prefills = self.settings.engine.role is Role.PREFILL
         self._engine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
@@ -680,6 +689,62 @@ class SimEngine:
 
         fetches._post = posted  # type: ignore[method-assign]
         fetches._step_over = ended  # type: ignore[method-assign]
+
+    def _watch_thirds(self, plane: DataPlane) -> None:
+        """Report what this engine does as a third DE, or with third DEs, to ``ThirdEngines``.
+
+        It takes no lock, at which another thread could run: other runs go on as before.
+        """
+        thirds, manager, engine_id = self.shared.thirds, plane.manager, self.engine_id
+        verify, reserve, free = plane.verify_hbm, manager._reserve_third, manager._free
+        begin = manager.passes.begin
+
+        def noted_reserve(message: ReserveThird) -> None:
+            reserve(message)
+            if not manager.active.is_released(message.request_id):
+                thirds.granted(engine_id, message.request_id)
+
+        def noted_free(release: Release) -> None:
+            name = release.request_id
+            if manager.settings.role is Role.DECODE and thirds.serve(name):
+                holds = bool(manager.buffer._pool.slots_of(name))
+                loads = any(engine.has_in_pass(name) for engine in self.shared.agents.values())
+                thirds.released(engine_id, name, holds=holds, loads=loads)
+            free(release)
+
+        def noted_begin(
+            chunks: Sequence[PrefillChunk],
+            layers: LayerSettings,
+            before: LayerStream | None = None,
+        ) -> LayerStream:
+            for chunk in chunks:
+                for third in chunk.transfer.thirds:
+                    thirds.loads(third.engine_id, chunk.transfer.request_id)
+            return begin(chunks, layers, before)
+
+        def noted_verify(
+            place: CheckedAt,
+            request_id: str,
+            blocks: Sequence[int],
+            seeds: Seeds,
+            layers: Iterable[int],
+            next_token: int,
+        ) -> str | None:
+            found = verify(place, request_id, blocks, seeds, layers, next_token)
+            return thirds.compared(request_id, place, found)
+
+        manager._reserve_third = noted_reserve  # type: ignore[method-assign]
+        manager._free = noted_free  # type: ignore[method-assign, assignment]
+        manager.passes.begin = noted_begin  # type: ignore[method-assign]
+        plane.verify_hbm = noted_verify  # type: ignore[method-assign]
+
+    def has_in_pass(self, request_id: str) -> bool:
+        """Whether it is a PE with a request in a forward pass that was not released."""
+        if self.plane is None or not self.process.alive:
+            return False
+        request = self.plane.manager.active._active.get(request_id)
+        prefills = self.settings.engine.role is Role.PREFILL
+        return prefills and request is not None and request.streams > 0 and request.release is None
 
     def _watch_calls(self, plane: DataPlane) -> None:
         """Check that a call is served in the session of its assignment, and not after its release.

@@ -62,7 +62,7 @@ from dualpath.router.scheduler.releases import Releases
 from dualpath.router.scheduler.remote import RemoteAttempt, RemoteRequest, RemoteScheduling
 from dualpath.router.scheduler.roles import Roles
 from dualpath.router.scheduler.units import UnitRequest
-from dualpath.router.scheduling import RequestOrder
+from dualpath.router.scheduling import Prepared, RequestOrder
 from dualpath.storage import janitor, posix
 from dualpath.storage.block_file import PlainVerifier
 from dualpath.storage.chain_index import NO_PINS, ChainIndex, Pins, Rows, victims
@@ -404,6 +404,49 @@ LEG_BUGS: dict[str, PlantedBug] = {
     "moved-from-restarted": PlantedBug(
         "a prompt is moved from a DE that was restarted since it had the prompt",
         _moved_from_restarted,
+    ),
+}
+
+
+# --------------------------------------------------------------------------- bugs of third engines
+
+
+async def _freed_when_prepared(self: EngineAttempt) -> Prepared:
+    """``EngineAttempt.prepare`` that releases third DEs before the PE has the request."""
+    prepared = await _prepare(self)
+    for third in self.thirds:
+        self._scheduler.releases.release(third, self.attempt_id, "read")
+    return prepared
+
+
+async def _unconfirmed(self: EngineAttempt) -> None:
+    """``EngineAttempt._thirds_held`` that waits for no answer."""
+    self._drop_thirds("prefill done")
+
+
+def _forgotten(self: EngineAttempt, reason: str) -> None:
+    """``EngineAttempt._drop_thirds`` that releases nothing."""
+    self.engines.difference_update(self.thirds)
+    self.thirds = {}
+
+
+_prepare = EngineAttempt.prepare
+
+#: By name, in the order of the reference.
+THIRD_BUGS: dict[str, PlantedBug] = {
+    "third-freed-early": PlantedBug(
+        "slots of a third decode engine are freed while a PE loads from them",
+        lambda: mock.patch.multiple(
+            EngineAttempt, prepare=_freed_when_prepared, _thirds_held=_unconfirmed
+        ),
+    ),
+    "third-unconfirmed": PlantedBug(
+        "a prefill counts although a third decode engine has not confirmed that it held its slots",
+        replaced(EngineAttempt, "_thirds_held", _unconfirmed),
+    ),
+    "refused-third-holds": PlantedBug(
+        "third decode engines that have granted their slots hold them when another one refuses",
+        replaced(EngineAttempt, "_drop_thirds", _forgotten),
     ),
 }
 
@@ -892,6 +935,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     **TENANT_BUGS,
     **FRONT_END_BUGS,
     **LEG_BUGS,
+    **THIRD_BUGS,
     **LEADERSHIP_BUGS,
 }
 

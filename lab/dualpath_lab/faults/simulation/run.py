@@ -8,7 +8,8 @@
 * A scheduler that starts or places requests is the only leader, both by the clocks of all
   schedulers and by the store of leases.
 * No byte arrives in memory of another owner.
-* No token, no stored block and no block cached in a buffer is wrong.
+* No token, no stored block and no block cached in a buffer is wrong.  No prefill counts for which a
+  PE has loaded wrong KV from a third DE.
 * The invariants of ``janitor_checks`` and ``storage_problems`` hold.
 * Tenants share no block, not even for equal prompts, and only a tenant that has stored much is
   limited by its quota.
@@ -483,6 +484,8 @@ class _Run:
             world.note("world", f"salts {settings.salts}, a quota of {quota} blocks for each")
         if append_tokens := settings.router.append_at_decode_tokens:
             world.note("world", f"decode engines append up to {append_tokens} tokens")
+        if thirds := settings.router.third_engine_reads:
+            world.note("world", f"up to {thirds} third decode engines serve a hit")
         if settings.proxies:
             world.note("world", f"{settings.proxies} proxies of others")
         if settings.moves:
@@ -509,6 +512,7 @@ class _Run:
         features |= {ClusterFeature.LEASE} if settings.standby.leased else set()
         features |= {ClusterFeature.PROXIES} if settings.proxies else set()
         features |= {ClusterFeature.MOVES} if settings.moves else set()
+        features |= {ClusterFeature.THIRDS} if settings.router.third_engine_reads else set()
         possible = [kind for kind in kinds if kind.needs in (None, *features)]
         self.adversary = Adversary(world, self.cluster, self.clients, self.faults, possible)
 

@@ -229,6 +229,7 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         # Elsewhere no engine knows how fast storage is, so that no hit is recomputed.
         alpha_tokens=_RECOMPUTING_ALPHA if recomputes(world.seed) else None,
         recompute_limit_s=RECOMPUTE_LIMIT_S if recomputes(world.seed) else None,
+        third_engine_reads=thirds_of_seed(world.seed),
     )
     tensor_parallel, front_ends = _tensor_parallel(world.seed), _front_ends(world.seed)
     geometries = GEOMETRIES[tensor_parallel.kv_heads]
@@ -263,6 +264,8 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
             settings = msgspec.structs.replace(settings, hbm_blocks=_LARGE_BUFFER_BLOCKS)
     if world.seed % 5 == 3:
         settings = _with_tenants(settings, world.seed)
+    if router.third_engine_reads:
+        settings = _with_thirds(settings, world.seed)
     if has_trainer(world.seed):
         return _with_trainer(settings, world.seed)
     if has_proxies(world.seed):
@@ -323,6 +326,35 @@ def handover_of_seed(seed: int) -> Handover:
         return Handover.BUFFER
     kinds = (Handover.BUFFER, Handover.BUFFER, Handover.HBM, Handover.AUTO)
     return Random(f"handover of {seed}").choice(kinds)
+
+
+def _least_buffer_blocks(settings: ClusterSettings) -> int:
+    """Return the least buffer of a cluster: slots of dead writers may never be free again."""
+    return _LARGE_BUFFER_BLOCKS if settings.proc is not ProcView.COMPLETE else 0
+
+
+def thirds_of_seed(seed: int) -> int:
+    """Return how many third DEs may serve a hit: 0 but in the last quarter of a hundred seeds.
+
+    Everything else that depends on a seed occurs there as well.
+    """
+    return Random(f"third engines of {seed}").choice((1, 2)) if seed % 100 >= 75 else 0
+
+
+def _with_thirds(settings: ClusterSettings, seed: int) -> ClusterSettings:
+    """Let there be further DEs, each a node of its own, more reads, and few slots to spare."""
+    chance = Random(f"modes of third engines of {seed}")
+    caches = settings.router.dram_tier and chance.random() < 1 / 2
+    return msgspec.structs.replace(
+        settings,
+        router=msgspec.structs.replace(settings.router, dram_tier=caches),
+        mode=chance.choice((Mode.SPLIT, Mode.SPLIT, Mode.DUALPATH)),
+        decode=max(chance.choice((2, 3)), 1 + settings.router.third_engine_reads),
+        decode_ranks=1,
+        buffer_blocks=max(chance.choice((24, 24, 32, 64)), _least_buffer_blocks(settings)),
+        agents=(5, 6),
+        turns=(3,),
+    )
 
 
 def _with_pauses(settings: ClusterSettings) -> ClusterSettings:
@@ -422,7 +454,7 @@ def _with_proxies(settings: ClusterSettings, seed: int) -> ClusterSettings:
     return msgspec.structs.replace(
         settings,
         router=router,
-        decode=_decode_engines(chance),
+        decode=max(_decode_engines(chance), 2 if settings.router.third_engine_reads else 1),
         prefill_ranks=1,
         decode_ranks=1,
         units=1,

@@ -130,6 +130,11 @@ class CachedBlocks:
             slots.append(slot)
         return slots
 
+    def slots(self, keys: Sequence[BlockKey]) -> list[int] | None:
+        """Return the slots of these blocks, None if one is not cached."""
+        slots = [self._slots[key] for key in keys if key in self._slots]
+        return slots if len(slots) == len(keys) else None
+
     def add(self, slot: int, key: BlockKey, parent: BlockKey) -> bool:
         """Cache the complete block in a leased slot; False if its key is cached already.
 
@@ -445,6 +450,34 @@ class SlotPool:
         self._leases[request_id] = slots
         return Grant(request_id, tuple(slots), len(cached))
 
+    def lease_spare(
+        self, request_id: str, keys: Sequence[BlockKey], cached: int, spare: int
+    ) -> Grant | str:
+        """Lease a slot per block to another engine's request, or return why not.
+
+        The first ``cached`` of its blocks have to be cached.  Nothing waits, no block is evicted,
+        and ``spare`` slots must be left that a reservation could get.
+        """
+        if self._waiting:
+            return f"{len(self._waiting)} reservations wait for slots"
+        slots = self.cached.slots(keys[:cached])
+        if slots is None:
+            return f"one of {cached} blocks is not cached any more"
+        new = len(keys) - cached
+        if new > len(self._free):
+            return f"{new} blocks need slots, {len(self._free)} are free without an eviction"
+        left = self.free - new - sum(map(self.cached.is_evictable, slots))
+        if left < spare:
+            return f"{left} slots would be left, {spare} are for requests of this engine"
+        for slot in slots:
+            self._in_use += self.cached.touch(slot)
+            self._ref_count[slot] += 1
+        leased = [*slots, *(self._allocate(request_id) for _ in range(new))]
+        assert request_id not in self._leases, f"request {request_id} has a lease already"
+        self._leases[request_id] = leased
+        self._check_count()
+        return Grant(request_id, tuple(leased), cached)
+
     def allocate(self) -> int | None:
         """Lease a free slot to no request; None if none is free.
 
@@ -716,6 +749,13 @@ class BlockBuffer:
         """
         with self._lock:
             return self._pool.grant_now(request_id, count, keys)
+
+    def lease_spare(
+        self, request_id: str, keys: Sequence[BlockKey], cached: int, spare: int
+    ) -> Grant | str:
+        """Lease slots to another engine's request at once, or return why not; see ``SlotPool``."""
+        with self._lock:
+            return self._pool.lease_spare(request_id, keys, cached, spare)
 
     def cache_blocks(
         self, request_id: str, slots: Sequence[int], keys: Sequence[BlockKey], parent: BlockKey

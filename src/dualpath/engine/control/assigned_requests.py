@@ -89,9 +89,12 @@ class _Request:
         *,
         called: bool = False,
         fetches: bool = False,
+        third: bool = False,
     ) -> None:
         self.tokens = tokens
         self.fetches = fetches
+        #: This engine serves a part of its hit and has no other part in it.
+        self.third = third
         self.hbm_wanted = hbm_wanted
         self.assigned_ns = assigned_ns
         self.keys = keys
@@ -165,6 +168,12 @@ class ActiveRequests:
             assert request_id not in self._active, f"request {request_id} is active already"
             self._active[request_id] = _Request(tokens, now_ns, keys, hbm_wanted, fetches=fetches)
 
+    def add_third(self, request_id: str, now_ns: int) -> None:
+        """A third DE serves a part of a request's hit; it does not count as unfinished here."""
+        with self._lock:
+            assert request_id not in self._active, f"request {request_id} is active already"
+            self._active[request_id] = _Request(0, now_ns, third=True)
+
     def to_be_persisted(self, request_id: str) -> Sequence[BlockKey] | None:
         """Return the keys of a request whose new blocks are not being persisted yet, else None."""
         with self._lock:
@@ -183,8 +192,8 @@ class ActiveRequests:
 
         Return the requests that still hold buffer slots, which have to be released, and whether
         each still expects KV from another engine: a request that waits for its prompt to be
-        persisted has all of its KV.  A request that decodes needs no slots and no router: it is
-        detached and counts until ``ended``.
+        persisted has all of its KV, and nothing is sent to a third DE.  A request that decodes
+        needs no slots and no router: it is detached and counts until ``ended``.
         """
         dropped = {}
         with self._lock:
@@ -193,8 +202,8 @@ class ActiveRequests:
                 if request.streams:
                     request.release = request.release or Release(request_id, reason)
                     continue
-                complete = request.persist_seen or request.kv_in_hbm
-                dropped[request_id] = not (complete or request.fetches)
+                has_all = request.persist_seen or request.kv_in_hbm or request.third
+                dropped[request_id] = not (has_all or request.fetches)
                 request.detached = request.kv_in_hbm and not request.ended
                 if not request.detached:
                     del self._active[request_id]
@@ -239,7 +248,8 @@ class ActiveRequests:
     def load(self) -> tuple[int, int]:
         """Return (seq_e, tok_e) of §6.1."""
         with self._lock:
-            return len(self._active), sum(r.tokens for r in self._active.values())
+            own = [request.tokens for request in self._active.values() if not request.third]
+            return len(own), sum(own)
 
     def assigned_ns(self, request_id: str) -> int | None:
         """Return when the request was assigned; None if it is not (or no longer) here."""

@@ -35,10 +35,12 @@ from dualpath.core.control import (
     Report,
     ReservationWaits,
     Reserved,
+    ReserveThird,
     Retain,
     RouterMessage,
     Sync,
     Synced,
+    ThirdRefused,
 )
 from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathError
 from dualpath.core.runs import HitRun
@@ -78,6 +80,7 @@ from dualpath.transport.contract import Transport
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
+_NAME_IN_USE = "an earlier request of this name has not left the engine"
 
 
 class _PlannedRead:
@@ -310,6 +313,8 @@ class TrafficManager:
                 self._send(Synced(call_id=message.call_id))
             case Assign():
                 self._assign(message)
+            case ReserveThird():
+                self._reserve_third(message)
             case Read():
                 self._read(message)
             case Persist():
@@ -334,11 +339,9 @@ class TrafficManager:
         Raises ``BadRequestError`` if an earlier request of this id is still here,
         ``BufferTooSmallError`` for more slots than the buffer has.
         """
-        known = (self.active.is_known, self.buffer.has_request, self.reserved_hbm.has_request)
-        if any(here(message.request_id) for here in known):
+        if self._is_here(message.request_id):
             raise BadRequestError(
-                f"request {message.request_id}: an earlier request of this name has not left the "
-                "engine; send it under another id"
+                f"request {message.request_id}: {_NAME_IN_USE}; send it under another id"
             )
         wanted = HbmWanted(message.hbm_prompt_tokens, message.hbm_new_tokens)
         if wanted.prompt_tokens:
@@ -374,6 +377,28 @@ class TrafficManager:
             if (waiting := self._grant_reads.get(request_id)) is not None:
                 waiting.announced = True
                 self._send(ReservationWaits(request_id))
+
+    def _is_here(self, request_id: str) -> bool:
+        """Whether an earlier request of this name has not left the engine."""
+        known = (self.active.is_known, self.buffer.has_request, self.reserved_hbm.has_request)
+        return any(here(request_id) for here in known)
+
+    def _reserve_third(self, message: ReserveThird) -> None:
+        """Lease slots to a request of other engines, or refuse it; nothing waits."""
+        request_id = message.request_id
+        leased = (
+            _NAME_IN_USE
+            if self._is_here(request_id)
+            else self.buffer.lease_spare(
+                request_id, message.keys, message.cached_blocks, message.spare_blocks
+            )
+        )
+        if isinstance(leased, str):
+            self._send(ThirdRefused(request_id, leased))
+            return
+        self.active.add_third(request_id, self.trace.now_ns())
+        self._tier.granted(leased)
+        self._send(Reserved(request_id, leased.slots, 0.0, leased.cached))
 
     def _granted(self, grant: Grant) -> None:
         with self._grant_lock:

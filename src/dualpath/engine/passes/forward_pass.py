@@ -142,12 +142,12 @@ class ForwardPass(StreamedPass):
                 f"request {request_id}: block {part.chunk.first} is computed, but its slot at the "
                 f"DE, as those of {transfer.shared_blocks} blocks, is shared with other requests"
             )
-        own_slots = [s for run in transfer.hits if run.side is Role.PREFILL for s in run.slots]
+        own = (r for r in transfer.hits if r.side is Role.PREFILL and not r.third)
+        own_slots = [slot for run in own for slot in run.slots]
         # After a short read the transfer carries fewer slots than the request holds.
         if manager.buffer.slots_of(request_id)[: len(own_slots)] != tuple(own_slots):
             manager.counters.add(Counter.STALE_TRANSFERS, 1)
             raise TransportError(f"request {request_id}: its buffer slots have a new owner")
-        agents: tuple[str, ...] = ()
-        if manager.settings.mode.moves_bytes:
-            agents = manager.peers.agents_of(transfer.decode_engine, transfer.decode_epoch)
-        return part.connected(agents)
+        if not manager.settings.mode.moves_bytes:
+            return part.without_peers()
+        return part.connected(manager.peers.agents_of)

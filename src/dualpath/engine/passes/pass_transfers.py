@@ -373,7 +373,7 @@ class PassTransfers:
         chunk, start_ns = self.chunks[number], self._trace.now_ns()
         try:
             transfer, events = self._transfers.post(
-                step, chunk.chunk.hbm_blocks, chunk.chunk.decode_agents
+                step, chunk.chunk.hbm_blocks, chunk.chunk.agents_at(step)
             )
         except DualPathError as error:
             self._fail(number, str(error))
@@ -402,7 +402,7 @@ class PassTransfers:
         return True
 
     def _share_of(self, number: int, step: Step) -> Share:
-        agent = self._transfers.agent_of(step, self.chunks[number].chunk.decode_agents)
+        agent = self._transfers.agent_of(step, self.chunks[number].chunk.agents_at(step))
         return Share(number, agent)
 
     def _agents(self, number: int) -> set[str]:
@@ -411,7 +411,7 @@ class PassTransfers:
         Agents have layers in turn; apart from that all layers have the same steps.
         """
         chunk = self.chunks[number]
-        turns = min(len(chunk.chunk.decode_agents), self._layers)
+        turns = min(max(map(len, chunk.chunk.peers)), self._layers)
         steps = (
             step
             for layer in range(max(turns, 1))

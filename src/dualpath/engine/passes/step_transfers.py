@@ -30,6 +30,7 @@ from dualpath.transport.contract import Direction, PieceIndices, Transfer, Trans
 _DRAM_REGIONS = {
     Place.PE_BUFFER: BUFFER_REGION,
     Place.DE_BUFFER: BUFFER_REGION,
+    Place.THIRD_BUFFER: BUFFER_REGION,
     Place.DE_STAGING: STAGING_REGION,
 }
 
@@ -38,20 +39,42 @@ class PrefillChunk(msgspec.Struct, frozen=True):
     """One request's part in a forward pass: the ``chunk`` of its prompt that the pass computes.
 
     ``hbm_blocks`` are the engine's block ids, at least of prompt blocks ``0 … chunk.end - 1``;
-    ``decode_agents`` are the transport agents of the DE that this rank is connected to, none before
-    ``connected``.
+    ``decode_agents`` are the transport agents of the DE that this rank is connected to, and
+    ``third_agents`` those of each third DE, by its id; none before ``connected``.
     """
 
     transfer: PrefillTransfer
     chunk: BlockRun
     hbm_blocks: tuple[int, ...]
     decode_agents: tuple[str, ...] = ()
+    third_agents: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
-    def connected(self, decode_agents: tuple[str, ...]) -> "PrefillChunk":
-        """Return the chunk to be moved by a rank that is connected to these agents of the DE."""
-        return PrefillChunk(
-            self.transfer, self.chunk, self.hbm_blocks[: self.chunk.end], decode_agents
+    def without_peers(self) -> "PrefillChunk":
+        """Return the chunk for a rank that moves nothing of it."""
+        return PrefillChunk(self.transfer, self.chunk, self.hbm_blocks[: self.chunk.end])
+
+    def connected(self, agents_of: Callable[[str, str], tuple[str, ...]]) -> "PrefillChunk":
+        """Return the chunk to be moved by a rank that is connected to its DE and third DEs.
+
+        ``agents_of`` returns the agents of an engine, by its id and its epoch, or raises.
+        """
+        transfer = self.transfer
+        decode_agents = agents_of(transfer.decode_engine, transfer.decode_epoch)
+        third_agents = tuple(
+            (third.engine_id, agents_of(third.engine_id, third.epoch)) for third in transfer.thirds
         )
+        return msgspec.structs.replace(
+            self.without_peers(), decode_agents=decode_agents, third_agents=third_agents
+        )
+
+    def agents_at(self, step: Step) -> tuple[str, ...]:
+        """Return the agents of the engine at the other end of a step, if it has one there."""
+        return dict(self.third_agents)[step.third] if step.third else self.decode_agents
+
+    @property
+    def peers(self) -> tuple[tuple[str, ...], ...]:
+        """The agents of each engine that its steps need."""
+        return (self.decode_agents, *(agents for _, agents in self.third_agents))
 
     def layout(self, geometry: BlockGeometry) -> PromptLayout:
         """Return the plan's view of the prompt."""

@@ -95,10 +95,10 @@ class Follower:
         for part in parts:
             if part.transfer.request_id in order.request_ids:
                 try:
-                    chunks.append(self._chunk(part))
+                    chunks.append(part.connected(self.rank.peers.agents_of))
                 except TransportError as error:
                     failures[part.transfer.request_id] = str(error)
-                    not_moved.append(part.connected(()))
+                    not_moved.append(part.without_peers())
         layers = layer_settings(self._settings, self._geometry)
         stream = begin_stream(self.rank, order.number, chunks, layers, not_moved)
         stream.failures.update(failures)
@@ -181,11 +181,6 @@ class Follower:
 
         copies = generated_steps(self._geometry, slot)[:-1]
         return BlockOut(copies, hbm_block, copied)
-
-    def _chunk(self, part: PrefillChunk) -> PrefillChunk:
-        transfer = part.transfer
-        agents = self.rank.peers.agents_of(transfer.decode_engine, transfer.decode_epoch)
-        return part.connected(agents)
 
     def _check_number(self, own: int, leaders: int) -> None:
         if own != leaders:

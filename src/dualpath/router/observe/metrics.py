@@ -305,9 +305,12 @@ class RouterMetrics:
             self._read_tokens[role].inc(assignment.at(role).read_tokens)
 
     def reads_replanned(self, old: Assignment, new: Assignment) -> None:
-        """Count what either side has to read more than it was assigned."""
+        """Count what either side has to read more than it was assigned; third DEs are DEs."""
         for role in new.sides:
             more = new.at(role).read_tokens - old.at(role).read_tokens
+            if role is Role.DECODE:
+                more += sum(third.read_tokens for third in new.thirds)
+                more -= sum(third.read_tokens for third in old.thirds)
             self._read_tokens[role].inc(max(more, 0))
 
     def scheduled(self, spent_s: float, decisions: int) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.engine.counters import Counter
@@ -82,9 +83,10 @@ def _assignment(request: Request, assignment: Assignment, block_tokens: int) -> 
         "decode_engine": assignment.decode_engine,
         "reads": [
             {
-                "side": run.side.value,
+                "side": Role.DECODE.value if run.third else run.side.value,
                 "first_token": run.blocks.first * block_tokens,
                 "tokens": run.tokens(block_tokens, hit_tokens),
+                **({"third_engine": run.third} if run.third else {}),
             }
             for run in assignment.reads
         ],

@@ -462,7 +462,7 @@ class RequestLife:
                 await self._one_attempt(job)
                 return
             except HitLostError as error:
-                # No fault: a block was evicted meanwhile.  Only the first attempt is without a PE.
+                # No fault of its PE or DE.  Only a first attempt has no PE, or has third DEs.
                 logger.info("request %s: %s", self.job.request_id, error)
             except (EngineLostError, TransportError) as error:
                 if self._finished:

@@ -28,6 +28,18 @@ recompute what follows and write it there.
 or caches, then HBM for the prompt, and the PE sends the prompt's KV there.  Slots come before HBM,
 and both before the PE's slots: a request that holds HBM of a DE waits for no slots of that DE.
 
+*Third DEs* serve a part of the hit of a first attempt, from their buffers.  They are chosen when
+the DE has granted its slots, so that the DE's read does not begin with the grant.  Each grants its
+slots at once or refuses; then the reads are planned again, at first without reads by third DEs.  No
+slot of a third DE is waited for, so that there is still no deadlock.  A third DE that is lost ends
+the attempt.  If one has not read all that it was to, or the PE could not load it, the attempt ends
+without being counted as failed: reads that were planned again for the PE would need a second
+reservation there, for which two requests could wait in turn.
+
+A third DE drops its slots by itself at the end of its session, and may then cache other blocks in
+them while the PE still loads, before anyone knows.  So a prefill counts only once each third DE has
+been released and has answered in the session in which it had granted: it had the slots until then.
+
 *Append at the DE.*  If the assignment has no PE, the DE reserves slots for the hit alone, and the
 front end sends it the request as soon as they are filled.  If a part of the hit turns out to be
 lost, the attempt ends in ``HitLostError``, and the next one has a PE.
@@ -43,6 +55,7 @@ DE ends the attempt.
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
+from enum import Enum
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -68,15 +81,18 @@ from dualpath.core.control import (
     PrefillDone,
     Read,
     ReadDone,
+    Released,
     ReservationWaits,
     Reserved,
+    ReserveThird,
     Sync,
+    ThirdRefused,
 )
 from dualpath.core.errors import EngineLostError, HitLostError, TransportError
-from dualpath.core.modes import Handover
+from dualpath.core.modes import Handover, Mode
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.core.transfers import CallAssignment, DecodeTransfer, PrefillTransfer
+from dualpath.core.transfers import CallAssignment, DecodeTransfer, PrefillTransfer, ThirdEngine
 from dualpath.policy.events import Assignment, SlotsGranted
 from dualpath.router.engines import EngineInfo
 from dualpath.router.hit_account import (
@@ -93,6 +109,7 @@ from dualpath.router.scheduler.hits import (
     Loaded,
     RunRead,
     behind,
+    by_third,
     cached_head,
     good_runs,
     in_slots,
@@ -122,6 +139,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOOKUP_TRIES = 2
+#: A third DE that has not answered by then serves nothing; engines answer at once.
+_THIRD_ANSWER_S = 1.0
 #: Part of the router's time limit for a look-up that the engine may use; the rest is for messages.
 ENGINE_SHARE = 0.75
 
@@ -210,6 +229,7 @@ class EngineAttempt(AttemptChannel):
             holder, writer = self._decode_engine.engine_id, self._prefill_engine.writer
             self._scheduler.releases.writer_started(self.attempt_id, writer, holder)
         self._done = self.expect(PrefillDone, self._prefill_engine.engine_id)
+        thirds = (self.thirds[name] for name in by_third(loaded.hits))
         prefill = PrefillTransfer(
             request_id=self.attempt_id,
             prompt_tokens=self._order.prompt_tokens,
@@ -223,6 +243,7 @@ class EngineAttempt(AttemptChannel):
             prompt_digest=self._order.prompt_digest,
             assignment=self._call_assignment,
             de_hbm_blocks=loaded.de_hbm_blocks,
+            thirds=tuple(ThirdEngine(third.engine_id, third.epoch) for third in thirds),
         )
         return Prepared(self.decode_transfer, prefill)
 
@@ -235,6 +256,7 @@ class EngineAttempt(AttemptChannel):
         engine_id = self._prefill_engine.engine_id
         self.engines.discard(engine_id)
         self._assigned.discard(engine_id)  # It has released the request with ``PrefillDone``.
+        await self._thirds_held()
         self._scheduler.dispatch.prefill_done(self.attempt_id, engine_id)
         self._buffer_complete()
         account = self._account()
@@ -268,6 +290,7 @@ class EngineAttempt(AttemptChannel):
             number = 0 if self._call_assignment is None else self._call_assignment.number
             for prefill in self._assigned - {decode}:
                 scheduler.releases.release(prefill, self.attempt_id, reason, number)
+            scheduler.releases.release_thirds(self.attempt_id, self.thirds, reason)
             if decode in self._assigned:
                 self._release_at_decode(decode, reason)
         scheduler.dispatch.ended(self.attempt_id)
@@ -375,7 +398,11 @@ class EngineAttempt(AttemptChannel):
         runs = self._assignment.reads
         if self._appends:
             received, outcomes = await self._reserve_and_read(runs, pe_idle=True)
-        elif self._may_be_replanned or any(run.side is Role.PREFILL for run in runs):
+        elif (
+            self._thirds_may_serve()
+            or self._may_be_replanned
+            or any(run.side is Role.PREFILL for run in runs)
+        ):
             received, outcomes = await self._reserve_and_read(runs, pe_idle=False)
         else:
             # A PE that gets no slots in any case need not wait for the DE's slots and reads.
@@ -427,6 +454,7 @@ class EngineAttempt(AttemptChannel):
         """
         hit_run = BlockRun(0, _hit_blocks(runs))
         self._whole_from = self._scheduler.geometry.whole_from(hit_run.count)
+        with_thirds = not pe_idle and self._thirds_may_serve()
         in_hbm = self._assignment.handover is Handover.HBM
         if in_hbm:
             own = [run.blocks for run in side_of(runs, Role.DECODE)]
@@ -438,9 +466,12 @@ class EngineAttempt(AttemptChannel):
             blocks = holding_blocks(self._order.prompt_tokens, self._scheduler.block_tokens)
             if self._appends:
                 blocks = hit_run.count
-            read = self._read_at_decode(runs, announced=not pe_idle)
+            read = None if with_thirds else self._read_at_decode(runs, announced=not pe_idle)
             granted = await self._reserve(self._decode_engine, blocks, [hit_run], read)
-        if granted.read is None and self._may_be_replanned:
+        at_thirds: list[HitRun] = []
+        if with_thirds:
+            runs, at_thirds = await self._plan_with_thirds(granted.cached_blocks)
+        elif granted.read is None and self._may_be_replanned:
             runs = self._slots_granted(granted.cached_blocks)
         elif granted.read is None:
             self._scheduler.dispatch.slots_known(self.attempt_id)
@@ -448,7 +479,7 @@ class EngineAttempt(AttemptChannel):
         self._whole_from = self._scheduler.geometry.whole_from(hit_blocks)
         slots, cached = granted.slots, min(granted.cached_blocks, hit_blocks)
         head = HitRun(Role.DECODE, BlockRun(0, cached), slots[:cached], cached=True)
-        rest = behind(runs, cached)
+        rest = behind((run for run in runs if not run.third), cached)
         at_decode = side_of(rest, Role.DECODE)
         if in_hbm:
             at_decode = in_slots(at_decode, slots[cached:], 0)
@@ -463,11 +494,143 @@ class EngineAttempt(AttemptChannel):
             of_decode, of_prefill = await decode_reads, []
         else:
             prefill_reads = self._load_at_prefill(side_of(rest, Role.PREFILL))
-            of_decode, of_prefill = await gather_or_cancel(decode_reads, prefill_reads)
+            works = [decode_reads, prefill_reads]
+            if at_thirds:
+                works.append(self._read_at_thirds(at_thirds))
+            of_decode, *others = await gather_or_cancel(*works)
+            of_prefill = [outcome for own in others for outcome in own]
         for outcome in of_decode:
             slots = outcome.slots or slots  # A deadline may have replaced slots.
         outcomes = sorted(of_decode + of_prefill, key=lambda one: one.assigned.blocks.first)
         return Loaded(0, (), slots, granted.hbm_blocks), outcomes
+
+    # ------------------------------------------------------------------ third DEs
+
+    def _thirds_may_serve(self) -> bool:
+        """Whether third DEs may serve a part of the hit: of a first attempt, if some is read."""
+        scheduler, runs = self._scheduler, self._assignment.reads
+        if not scheduler.settings.third_engine_reads or self._order.number > 1 or self._appends:
+            return False
+        if scheduler.registry.mode not in (Mode.DUALPATH, Mode.SPLIT):
+            return False
+        own = {self._prefill_engine.node, self._decode_engine.node}
+        others = any(one.node not in own for one in scheduler.registry.alive(Role.DECODE))
+        return others and any(not run.cached for run in runs)
+
+    async def _plan_with_thirds(
+        self, cached_blocks: int
+    ) -> tuple[tuple[HitRun, ...], list[HitRun]]:
+        """Return the reads planned at the DE's grant, and the runs of third DEs in their slots."""
+        for third_reads in (True, False):
+            runs = self._slots_granted(cached_blocks, use_thirds=True, third_reads=third_reads)
+            wanted = by_third(runs)
+            placed = await gather_or_cancel(
+                *(self._reserve_at_third(engine_id, own) for engine_id, own in wanted.items())
+            )
+            if all(isinstance(own, list) for own in placed):
+                return runs, [run for own in placed if isinstance(own, list) for run in own]
+            self._drop_thirds("another third engine serves nothing")
+            reads = any(not run.cached for own in wanted.values() for run in own)
+            # An answer that is late could be taken for that to a second question.
+            if _Refusal.SILENT in placed or not reads:
+                break
+        return self._slots_granted(cached_blocks), []
+
+    async def _reserve_at_third(
+        self, engine_id: str, runs: list[HitRun]
+    ) -> "list[HitRun] | _Refusal":
+        """Return the runs that a third DE serves, in its slots, or that it serves none."""
+        scheduler, order = self._scheduler, self._order
+        keys = tuple(key for run in runs for key in order.keys[run.blocks.first : run.blocks.end])
+        reserved, refused = self.expect(Reserved, engine_id), self.expect(ThirdRefused, engine_id)
+        self.check()
+        self.thirds[engine_id] = scheduler.engine(engine_id)
+        number = scheduler.server.send_numbered(
+            engine_id,
+            ReserveThird(
+                request_id=self.attempt_id,
+                keys=keys,
+                cached_blocks=sum(run.blocks.count for run in runs if run.cached),
+                spare_blocks=holding_blocks(order.prompt_tokens, scheduler.block_tokens),
+            ),
+        )
+        if number is not None:
+            scheduler.dispatch.assign_sent(engine_id, self.attempt_id, number)
+        try:
+            async with asyncio.timeout(_THIRD_ANSWER_S):
+                await _first_of(reserved, refused)
+        except TimeoutError:
+            logger.info(
+                "request %s: engine %s serves nothing, as it has not answered within %g s",
+                *(self.attempt_id, engine_id, _THIRD_ANSWER_S),
+            )
+            return _Refusal.SILENT
+        if refused.done():
+            why = refused.result().reason
+            logger.debug(
+                "request %s: engine %s serves nothing: %s", self.attempt_id, engine_id, why
+            )
+            return _Refusal.REFUSED
+        slots = reserved.result().slots
+        placed = []
+        for run in runs:
+            placed.append(run.with_slots(slots[: run.blocks.count]))
+            slots = slots[run.blocks.count :]
+        return placed
+
+    def _drop_thirds(self, reason: str) -> None:
+        """Release the request at third DEs, of which the PE does not know."""
+        self._scheduler.releases.release_thirds(self.attempt_id, self.thirds, reason)
+        self.engines.difference_update(self.thirds)
+        self.thirds = {}
+
+    async def _read_at_thirds(self, runs: list[HitRun]) -> list[RunRead]:
+        """Return the outcomes of the runs of third DEs.
+
+        Raises ``HitLostError`` if one of them is short, unless the sender of a leg would have to
+        send it again.
+        """
+        read = await gather_or_cancel(
+            *(
+                self._read_all(self.thirds[engine_id], own, None)
+                for engine_id, own in by_third(runs).items()
+            )
+        )
+        outcomes = [one for own in read for one in own]
+        leg = self._order.prefill_engine or self._order.decode_engine
+        for one in outcomes:
+            if one.good.blocks != one.assigned.blocks and not leg:
+                raise HitLostError(
+                    f"engine {one.assigned.third} has read {one.good.blocks.count} of "
+                    f"{one.assigned.blocks.count} blocks ({one.reason}); the next attempt does "
+                    "without third engines"
+                )
+        return outcomes
+
+    async def _thirds_held(self) -> None:
+        """Release the third DEs; return once each has confirmed that it had its slots until then.
+
+        Raises ``HitLostError`` if one does not answer.
+        """
+        thirds, limit_s = self.thirds, self._scheduler.settings.engine_timeout_s
+        if not thirds:
+            return
+        answers = {name: self.expect(Released, name) for name in thirds}
+        self._scheduler.releases.release_thirds(self.attempt_id, thirds, "prefill done")
+        self.thirds = {}
+        for engine_id, answer in answers.items():
+            silent = (
+                f"engine {engine_id} has not confirmed within {limit_s:g} s (engine_timeout_s) "
+                "that it held what the prefill has loaded; see its log"
+            )
+            try:
+                await self._within(limit_s, thirds[engine_id], answer, silent)
+            except EngineLostError as error:
+                raise HitLostError(str(error)) from error
+        self.check()
+        self.engines.difference_update(thirds)
+
+    # ------------------------------------------------------------------ own slots and reads
 
     def _read_at_decode(self, runs: Sequence[HitRun], *, announced: bool) -> GrantRead | None:
         """Return the DE's read if it can begin when the DE grants slots, None if it cannot.
@@ -506,25 +669,37 @@ class EngineAttempt(AttemptChannel):
             announced,
         )
 
-    def _slots_granted(self, cached_blocks: int) -> tuple[HitRun, ...]:
+    def _slots_granted(
+        self, cached_blocks: int, *, use_thirds: bool = False, third_reads: bool = True
+    ) -> tuple[HitRun, ...]:
         """Return the planned reads now that the DE has reported what its buffer caches.
 
         What its node shares besides is read without a storage NIC, as long as it is there.
+        ``use_thirds`` and ``third_reads`` as in ``SlotsGranted``.
         """
         found, cached = self._order.keys[: self._found_blocks], self._scheduler.cached
         decode = self._decode_engine.engine_id
         at_prefill = 0 if self._appends else cached.of(self._prefill_engine.engine_id, found)
+        mode = self._scheduler.registry.mode
+        others: tuple[CachedPrefix, ...] = ()
+        if use_thirds and self._use_cached and mode is not None:
+            others = cached.prefixes(found, mode, in_buffers=True)
         replanned = self._scheduler.dispatch.slots_granted(
             SlotsGranted(
                 self.attempt_id,
                 decode_blocks=max(cached_blocks, cached.shared(decode, found)),
                 prefill_blocks=at_prefill,
+                others=others,
+                third_reads=third_reads,
+                use_thirds=use_thirds or not self._scheduler.settings.third_engine_reads,
             )
         )
         if replanned is not None:
             self._scheduler.metrics.reads_replanned(self._assignment, replanned)
             expected_blocks = self._found_blocks
             self._assigned_to(replanned)
+            # At the moment of decision: an engine may be lost before this task goes on.
+            self.engines.update(third.engine_id for third in replanned.thirds)
             if self._appends and self._found_blocks < expected_blocks:
                 raise HitLostError(
                     f"engine {decode} has evicted hit blocks that are not stored, behind which it "
@@ -573,7 +748,8 @@ class EngineAttempt(AttemptChannel):
         slots, complete = loaded.de_slots, True
         for run in to_read_whole(loaded.hits, self._whole_from):
             decode = run.side is Role.DECODE
-            again = await self._read(self._decode_engine if decode else self._prefill_engine, run)
+            own = self._decode_engine if decode else self._prefill_engine
+            again = await self._read(self.thirds[run.third] if run.third else own, run)
             if decode:
                 slots = again.slots or slots
             complete = complete and again.good.blocks == run.blocks
@@ -718,9 +894,11 @@ class EngineAttempt(AttemptChannel):
         unsettled = self._scheduler.releases.is_unsettled(
             self._prefill_engine.writer, self.attempt_id
         )
-        if not unsettled and not server.knows_peer(prefill, decode):
-            await self._synced(self._prefill_engine, decode)
-        if unsettled or not server.knows_peer(prefill, decode):
+        peers = (decode, *self.thirds)
+        for peer in peers if not unsettled else ():
+            if not server.knows_peer(prefill, peer):
+                await self._synced(self._prefill_engine, peer)
+        if unsettled or not all(server.knows_peer(prefill, peer) for peer in peers):
             await self._assign(self._prefill_engine)
             return
         self.check()
@@ -746,11 +924,14 @@ class EngineAttempt(AttemptChannel):
         self.check()
         scheduler, tokens = self._scheduler, self._assignment.at(engine.role).tokens
         self._assigned.add(engine.engine_id)
+        peers = [peer.engine_id] if peer is not None else []
         if peer is None and scheduler.moves_bytes and not self._appends:
-            prefill = engine.role is Role.PREFILL
-            peer = self._decode_engine if prefill else self._prefill_engine
-        if peer is not None:
-            scheduler.server.name_peer(engine.engine_id, peer.engine_id)
+            if engine.role is Role.PREFILL:
+                peers = [self._decode_engine.engine_id, *self.thirds]
+            else:
+                peers = [self._prefill_engine.engine_id]
+        for name in peers:
+            scheduler.server.name_peer(engine.engine_id, name)
         number = scheduler.server.send_numbered(
             engine.engine_id, msgspec.structs.replace(assign, tokens=tokens)
         )
@@ -787,10 +968,11 @@ class EngineAttempt(AttemptChannel):
             f"transfers within {limit_s:g} s; see its log",
         )
         if done.failure is not None:
-            error = f"engine {engine.engine_id} could not send KV: {done.failure}"
-            # The PE has just reported; the DE may be gone.
-            self._scheduler.suspects.suspect(self._decode_engine, error)
-            raise TransportError(error)
+            error = f"engine {engine.engine_id} could not load or send KV: {done.failure}"
+            # The PE has just reported; the DE or a third DE may be gone.
+            for peer in (self._decode_engine, *self.thirds.values()):
+                self._scheduler.suspects.suspect(peer, error)
+            raise HitLostError(error) if self.thirds else TransportError(error)
         return done
 
     def _account(self) -> HitAccount:
@@ -980,6 +1162,13 @@ class EngineAttempt(AttemptChannel):
         except TimeoutError:
             self._scheduler.suspects.suspect(engine, otherwise)
             raise EngineLostError(otherwise) from None
+
+
+class _Refusal(Enum):
+    """Why a third DE serves nothing: it refuses, or does not answer."""
+
+    REFUSED = "refused"
+    SILENT = "silent"
 
 
 class _BegunRead(NamedTuple):

@@ -132,10 +132,12 @@ class CachedBlockIndex:
         elif engine.share is not None:
             self._shared[engine.share].update(update)
 
-    def prefixes(self, keys: Sequence[BlockKey], mode: Mode) -> tuple[CachedPrefix, ...]:
+    def prefixes(
+        self, keys: Sequence[BlockKey], mode: Mode, *, in_buffers: bool = False
+    ) -> tuple[CachedPrefix, ...]:
         """Return how many blocks at the head of ``keys`` each engine has that a mode can use.
 
-        Engines are in the order of joining.
+        Engines are in the order of joining.  ``in_buffers``: what nodes share does not count.
         """
         blocks: dict[int, CachedPrefix] = {}
         first = keys[0][:CACHE_UPDATE_KEY_BYTES] if keys else b""
@@ -143,6 +145,8 @@ class CachedBlockIndex:
             head = place.head(keys)
             for engine in self._readers[place].values():
                 known = blocks.get(engine.number)
+                if in_buffers and place is not engine.buffer:
+                    continue
                 if serves(engine.role, mode) and (known is None or known.blocks < head):
                     blocks[engine.number] = CachedPrefix(engine.engine_id, head)
         return tuple(blocks[number] for number in sorted(blocks))

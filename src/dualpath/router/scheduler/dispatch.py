@@ -258,7 +258,10 @@ class Dispatch:
             raise
 
     def assign_sent(self, engine_id: str, request_id: str, number: int) -> None:
-        """An engine was sent the ``Assign`` of a request, as the message of this number."""
+        """An engine was sent the ``Assign`` of a request, as the message of this number.
+
+        Or, as a third DE, its ``ReserveThird``.
+        """
         if (share := self._share(request_id, engine_id)) is not None:
             share.assign_number = number
 
@@ -303,8 +306,11 @@ class Dispatch:
         self._fetch_all()
 
     def prefill_done(self, request_id: str, engine_id: str) -> None:
-        """The PE has finished a request."""
+        """The PE has finished a request, and third DEs have released it."""
         self._end_at(request_id, engine_id)
+        if (assignment := self._assignment(request_id)) is not None:
+            for third in assignment.thirds:
+                self._end_at(request_id, third.engine_id)
         self.prompt_computed(request_id, engine_id)
 
     def prompt_computed(self, request_id: str, engine_id: str) -> None:
@@ -394,9 +400,11 @@ class Dispatch:
             placement.decided.set_result(assignment)
 
     def _note(self, assignment: Assignment) -> None:
-        self._placements[assignment.request_id].assignment = assignment
-        for role in assignment.sides:
-            charge = assignment.at(role)
+        placement = self._placements[assignment.request_id]
+        for engine_id in set(_engines_of(placement.assignment)) - set(_engines_of(assignment)):
+            self._end_at(assignment.request_id, engine_id)
+        placement.assignment = assignment
+        for charge in (*map(assignment.at, assignment.sides), *assignment.thirds):
             if (assigned := self._engines.get(charge.engine_id)) is not None:
                 assigned.decided(assignment.request_id, charge)
 
@@ -439,5 +447,7 @@ class Dispatch:
 
 
 def _engines_of(assignment: Assignment | None) -> tuple[str, ...]:
-    """Return the engines of an assignment, none while there is none."""
-    return () if assignment is None else assignment.engines
+    """Return the engines of an assignment, third DEs included; none while there is none."""
+    if assignment is None:
+        return ()
+    return (*assignment.engines, *(third.engine_id for third in assignment.thirds))

@@ -2,18 +2,22 @@
 
 import asyncio
 import itertools
+from collections.abc import Collection
 from typing import TypeVar
 
 from dualpath.core import control
 from dualpath.core import control as request_messages
 from dualpath.core.errors import BadRequestError, EngineLostError
+from dualpath.router.engines import EngineInfo
 
 Answer = (
     request_messages.ReservationWaits
     | request_messages.Reserved
+    | request_messages.ThirdRefused
     | request_messages.ReadDone
     | request_messages.FetchDone
     | request_messages.PrefillDone
+    | request_messages.Released
 )
 AttemptNote = request_messages.KvInHbm | request_messages.RequestOver | request_messages.Failed
 CallAnswer = control.LookupDone | control.Synced
@@ -32,6 +36,8 @@ class AttemptChannel:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         #: Losing one of these engines breaks the attempt.
         self.engines: set[str] = set()
+        #: Third DEs that may hold slots for it, by id.
+        self.thirds: dict[str, EngineInfo] = {}
         self._expected: dict[tuple[type, str], asyncio.Future[Answer]] = {}
 
     def kv_in_hbm(self, arrived: request_messages.KvInHbm) -> None:
@@ -107,6 +113,10 @@ class Exchange:
     def close(self, attempt_id: str) -> None:
         """Stop it; later messages about the attempt are dropped."""
         self._channels.pop(attempt_id, None)
+
+    def all(self) -> Collection[AttemptChannel]:
+        """Return all open channels."""
+        return self._channels.values()
 
     def get(self, attempt_id: str) -> AttemptChannel | None:
         """Return an open channel."""

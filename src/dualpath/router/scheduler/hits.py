@@ -52,7 +52,10 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 def behind(runs: Iterable[HitRun], block: int) -> list[HitRun]:
-    """Return the parts of runs from ``block`` on, to be read; adjacent ones are joined."""
+    """Return the parts of runs from ``block`` on, to be read; adjacent ones are joined.
+
+    They are those of a request's own engines.
+    """
     left: list[HitRun] = []
     for run in runs:
         first = max(run.blocks.first, block)
@@ -93,8 +96,17 @@ def split_at(runs: Iterable[HitRun], blocks: int) -> tuple[list[HitRun], list[Hi
 
 
 def side_of(runs: Iterable[HitRun], side: Role) -> list[HitRun]:
-    """Return the runs of one side."""
-    return [run for run in runs if run.side is side]
+    """Return the runs in the buffer of the request's engine of one side."""
+    return [run for run in runs if run.side is side and not run.third]
+
+
+def by_third(runs: Iterable[HitRun]) -> dict[str, list[HitRun]]:
+    """Return the runs of each third DE, by its id."""
+    found: dict[str, list[HitRun]] = {}
+    for run in runs:
+        if run.third:
+            found.setdefault(run.third, []).append(run)
+    return found
 
 
 def _append(runs: list[HitRun], run: HitRun) -> None:

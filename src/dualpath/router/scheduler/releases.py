@@ -13,6 +13,10 @@ into quarantine: everything else of the request is released.  A DE that register
 that earlier sessions have left in quarantine, with the writers that it knew, since neither a
 restarted router nor a restarted DE remembers them.
 
+Third DEs, from which the PE only loads, hold their slots until the same proof, so that a PE that
+goes on loads no other request's KV.  But their slots are never in quarantine: what the PE loads for
+an attempt that has ended is not used.
+
 A request that has ended at its DE by itself needs no ``Release``: the DE has copied its KV, and
 reports that it has released it (``RequestOver``).
 """
@@ -41,6 +45,8 @@ class _Slots:
     def __init__(self, holder: str, writers: Iterable[Writer]) -> None:
         self.holder = holder
         self.writers = {writer.id: writer for writer in writers}
+        #: Third DEs that the attempt is to be released at.
+        self.thirds: tuple[str, ...] = ()
         #: Reason of the release; None while the attempt goes on.
         self.reason: str | None = None
         #: When the quarantine began, by the scheduler's clock; None before it does.
@@ -192,6 +198,18 @@ class Releases:
             asyncio.get_running_loop().call_later(self._wait_s, self._late, attempt_id, slots)
         self._release_if_safe(attempt_id, slots)
 
+    def release_thirds(self, attempt_id: str, thirds: Iterable[str], reason: str) -> None:
+        """Release an attempt at third DEs, once no PE loads from them or the PE is lost or late.
+
+        To be called before ``release_when_safe``.
+        """
+        slots = self._slots.get(attempt_id)
+        if slots is not None and slots.writers and slots.quarantined_s is None:
+            slots.thirds = tuple(thirds)
+            return
+        for third in thirds:
+            self.release(third, attempt_id, reason)
+
     def _adopt(self, attempt_id: str, holder: EngineInfo) -> None:
         """Take over slots that an earlier session has left in quarantine."""
         slots = self._slots.get(attempt_id)
@@ -219,7 +237,8 @@ class Releases:
         assert self._slots[attempt_id] is slots, f"slots of {attempt_id} are released once"
         del self._slots[attempt_id]
         if slots.reason is not None:
-            self.release(slots.holder, attempt_id, slots.reason)
+            for engine_id in (slots.holder, *slots.thirds):
+                self.release(engine_id, attempt_id, slots.reason)
 
     def _late(self, attempt_id: str, slots: _Slots) -> None:
         if self._slots.get(attempt_id) is slots and slots.quarantined_s is None:
@@ -237,3 +256,6 @@ class Releases:
             assert slots.reason is not None
             release = Release(attempt_id, slots.reason, writer_certain=False)
             self._send(slots.holder, release)
+            thirds, slots.thirds = slots.thirds, ()
+            for third in thirds:
+                self.release(third, attempt_id, slots.reason)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -330,11 +330,7 @@ class RemoteAttempt:
     async def prepare(self) -> Prepared:
         """Return the transfers, once all hits are in DRAM."""
         self.check()
-        try:
-            return await self._link.call(self._begin, Prepared)
-        except HitLostError:
-            self.hit_lost = True
-            raise
+        return await self._noting_lost_hit(self._link.call(self._begin, Prepared))
 
     async def prefilled(self) -> Prefilled:
         """Wait until the KV has arrived."""
@@ -375,7 +371,16 @@ class RemoteAttempt:
     async def _call(self, step: m.Step, result: type[T]) -> T:
         self.check()
         name = self.order.attempt_id
-        return await self._link.call(lambda call_id: m.AttemptCall(call_id, name, step), result)
+        return await self._noting_lost_hit(
+            self._link.call(lambda call_id: m.AttemptCall(call_id, name, step), result)
+        )
+
+    async def _noting_lost_hit(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except HitLostError:
+            self.hit_lost = True
+            raise
 
 
 class TakenAttempt(RemoteAttempt):

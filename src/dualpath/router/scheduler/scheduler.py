@@ -473,6 +473,7 @@ class Scheduler:
                 self.role_policy.tick(self._role_queue)
         elif isinstance(message, Released):
             self.releases.writer_done(message.request_id, info.writer)
+            self.exchange.deliver(info.engine_id, message)
         elif isinstance(message, CacheUpdate):
             self.cached.update(info.engine_id, message)
         else:
@@ -502,7 +503,7 @@ class Scheduler:
             recompute_limit_s=self._recompute_limit_s(),
             append_at_decode_tokens=self._append_at_decode_tokens(),
             handover=self._handover(),
-            third_engine_reads=self.settings.third_engine_reads,
+            third_engine_reads=self._third_engine_reads(),
         )
         if self.event_log is not None:
             self.event_log.begin(settings)
@@ -547,6 +548,14 @@ class Scheduler:
             logger.warning("handover %s is not used: the model has window layers", handover)
             return Handover.BUFFER
         return handover
+
+    def _third_engine_reads(self) -> int:
+        """Return the setting; 0 in modes in which engines read for their own requests alone."""
+        most, mode = self.settings.third_engine_reads, self.registry.mode or DEFAULT_MODE
+        if most and mode not in (Mode.DUALPATH, Mode.SPLIT):
+            logger.warning("third_engine_reads %d is not used in mode %s", most, mode.value)
+            return 0
+        return most
 
     def _bytes_per_token(self) -> int:
         namespace = self.registry.namespace
