@@ -107,6 +107,8 @@ class FakeEngine:
         )
         self.unanswered: set[type] = set()
         self.heartbeats = True
+        #: Whether its reports of stored chains arrive; they may be lost.
+        self.reports_stored = False
         #: ``KvInHbm`` is late: the router has it only with the answer to its next ``Sync``.
         self.tokens_come_first = False
         self.counters: dict[str, float] = {}
@@ -147,6 +149,8 @@ class FakeEngine:
         self.events: list[control.KvInHbm | control.RequestOver] = []
         self.served: set[str] = set()
         self.persisted: set[str] = set()
+        self.new_blocks: dict[str, int] = {}
+        self.chains: list[control.StoredChain] = []
         self.report_seq = 0
         self.writers = {}
         self.connection = network.connect()
@@ -244,8 +248,10 @@ class FakeEngine:
         self.report_seq += 1
         self.steps += not self.core_hangs
         events, self.events = tuple(self.events), []
+        chains, self.chains = tuple(self.chains), []
         return control.Report(
             report_seq=self.report_seq,
+            stored=chains if self.reports_stored else (),
             load=control.Load(
                 unfinished_requests=len(self.tenants),
                 unfinished_tokens=sum(self.tenants.values()),
@@ -405,6 +411,7 @@ class FakeEngine:
             for slot, key in zip(slots, message.keys, strict=False):
                 assert self.content[slot] == key
                 assert slot not in self.windowless
+        self.new_blocks[message.request_id] = len({*message.keys} - self.stored)
         self.stored.update(message.keys)
         self.persisted.add(message.request_id)
         self._free_if_over(message.request_id)
@@ -439,6 +446,9 @@ class FakeEngine:
         """A request has ended at this DE, which releases it."""
         if request_id in self.served & self.persisted and request_id in self.tenants:
             self.tenants.pop(request_id)
+            if keys := self.keys[request_id]:
+                new_blocks = self.new_blocks[request_id]
+                self.chains.append(control.StoredChain(keys[-1], (), new_blocks))
             self.withheld.append(request_messages.RequestOver(request_id))
             if not self.tokens_come_first:
                 self._say_withheld()

@@ -7,7 +7,8 @@ never sent over this connection.
     router → engine   Registered Refused Ack PeerUp PeerDown LivenessProbe Lookup Sync Assign Read
                       Persist Release Retain Drained
     engine → router   Register Report CacheUpdate ConfirmedDead LookupDone Synced ReservationWaits
-                      Reserved ReadDone PrefillDone KvInHbm RequestOver Released Failed Deregister
+                      Reserved ReadDone PrefillDone KvInHbm RequestOver StoredChain Released Failed
+                      Deregister
 
 The messages about one request, and their order, are in ``core.request_messages``.
 """
@@ -90,6 +91,9 @@ class Assign(Message, frozen=True, tag=True):
     ``hbm_prompt_tokens`` > 0, without ``read``: the PE will send the prompt's KV into this DE's
     HBM.  The DE then also reserves HBM for the prompt and for ``hbm_new_tokens`` generated tokens,
     FIFO after the slots; ``Reserved`` names its blocks.
+
+    ``used_blocks`` > 0: storage counts the first so many blocks of the prompt as used now, which it
+    does for each look-up.  The router knows that they are stored without one.
     """
 
     request_id: Name
@@ -100,6 +104,7 @@ class Assign(Message, frozen=True, tag=True):
     read: GrantRead | None = None
     hbm_prompt_tokens: int = 0
     hbm_new_tokens: int = 0
+    used_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class ReservationWaits(Message, frozen=True, tag=True):
@@ -214,6 +219,19 @@ class RequestOver(Message, frozen=True, tag=True):
     request_id: Name
 
 
+class StoredChain(Message, frozen=True, tag=True):
+    """A request has ended at the DE by itself, and all blocks that it has written are stored.
+
+    ``prompt_tail`` is the key of the last full block of its prompt, ``generated`` are the keys of
+    the blocks behind it, in order.  ``new_blocks`` of all that it has written were not stored
+    before.  A part of a ``Report``, which may be lost: the router then asks what is stored.
+    """
+
+    prompt_tail: bytes
+    generated: tuple[bytes, ...]
+    new_blocks: Annotated[int, msgspec.Meta(ge=0)]
+
+
 class Release(Message, frozen=True, tag=True):
     """The request is over on this engine; slots are freed once nothing can write to them.
 
@@ -243,7 +261,7 @@ class Failed(Message, frozen=True, tag=True):
 
 
 #: Incremented whenever a message changes its form or meaning; both ends must agree.
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 #: Length of a truncated key in ``CacheUpdate``, and how many keys one message has.
 CACHE_UPDATE_KEY_BYTES = 8
@@ -474,7 +492,8 @@ class Report(Message, frozen=True, tag=True):
     plane is blocked or broken, None if it works; ``storage``: how full the storage is, None without
     a janitor; ``draining``: why the engine drains, None if it does not: it leaves once it receives
     ``Drained``.  ``steps`` grows while the engine's core works: with each layer and each step that
-    it computes, and while it waits for transfers, which have a limit of their own.
+    it computes, and while it waits for transfers, which have a limit of their own.  ``stored``:
+    chains that are stored since the last report.
     """
 
     report_seq: int
@@ -486,6 +505,7 @@ class Report(Message, frozen=True, tag=True):
     steps: int = 0
     called: tuple[Name, ...] = ()
     events: tuple[KvInHbm | RequestOver, ...] = ()
+    stored: tuple[StoredChain, ...] = ()
 
 
 class CacheUpdate(Message, frozen=True, tag=True):
@@ -539,6 +559,7 @@ EngineMessage = (
     | PrefillDone
     | KvInHbm
     | RequestOver
+    | StoredChain
     | Released
     | Failed
     | Deregister

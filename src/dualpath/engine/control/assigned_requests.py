@@ -24,7 +24,7 @@ from dualpath.engine.buffer.block_buffer import BlockBuffer
 from dualpath.engine.buffer.hbm_reservations import HbmReservations
 from dualpath.engine.control.peers import Peers
 from dualpath.engine.counters import Counter
-from dualpath.engine.io.persister import Persister, WriteTask
+from dualpath.engine.io.persister import ChainWrites, Persister, WriteTask, Written
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.hbm_layout import NO_BLOCK, HbmBlock
 from dualpath.engine.passes.pass_transfers import BlockHolder
@@ -164,6 +164,12 @@ class ActiveRequests:
             request = self._active.get(request_id)
             persists = request is not None and request.release is None and not request.persist_seen
             return request.keys if request is not None and persists else None
+
+    def keys_of(self, request_id: str) -> Sequence[BlockKey]:
+        """Return the keys of a request's assignment; none if it is not (or no longer) here."""
+        with self._lock:
+            request = self._active.get(request_id)
+            return () if request is None else request.keys
 
     def hbm_wanted(self, request_id: str) -> HbmWanted | None:
         """Return the HBM that a request asks for; None if it is not (or no longer) here."""
@@ -371,6 +377,7 @@ class ServedPrompts:
 
     ``hbm`` are the reserved HBM blocks, ``leave_hbm`` copies blocks out of them into storage and
     the DRAM cache, and ``holder`` holds blocks back from reuse while a copy writes to them.
+    ``chains`` gets the outcome of each write.
     """
 
     def __init__(
@@ -383,9 +390,11 @@ class ServedPrompts:
         hbm: HbmReservations,
         leave_hbm: Callable[[Sequence[GeneratedBlock], Sequence[GeneratedBlock]], None],
         holder: BlockHolder,
+        chains: ChainWrites,
         *,
         moves_bytes: bool,
     ) -> None:
+        self._chains = chains
         self._geometry = rank.geometry
         self._rank = rank
         self._active = active
@@ -423,10 +432,21 @@ class ServedPrompts:
             return
         self._buffer.pin(slots)
         self._cache(message, held)
+        written = self._begin_chain(message)
         # From here on another thread may free the request's slots, once its KV is in HBM.
-        self._active.persist_seen(request_id)
-        self._write(request_id, blocks, slots, message.keys, message.origin)
+        self._persist_seen(request_id)
+        self._write(request_id, blocks, slots, message.keys, message.origin, written)
         self._free_if_served(request_id)
+
+    def _begin_chain(self, message: Persist) -> Written:
+        """Begin to note what a request writes; return what gets the outcome of its first write."""
+        request_id, keys = message.request_id, message.hit_keys + message.keys
+        self._chains.begin(request_id, keys, self._active.keys_of(request_id))
+        return self._chains.prompt(request_id)
+
+    def _persist_seen(self, request_id: str) -> None:
+        if not self._active.persist_seen(request_id):
+            self._chains.drop(request_id)  # It was released meanwhile.
 
     def _write(
         self,
@@ -435,12 +455,13 @@ class ServedPrompts:
         slots: Sequence[int],
         keys: Sequence[BlockKey],
         origin: BlockOrigin,
+        written: Written,
     ) -> None:
         """Write blocks from pinned slots of the buffer, then unpin the slots."""
         step = step_of(PERSIST_PROMPT, self._geometry, blocks, slots=tuple(slots))
         sources = [self._buffer.view(slot) for slot in slots]
         over = functools.partial(self._buffer.unpin, slots)
-        self._persister.add(WriteTask(request_id, step, keys, sources, over, origin))
+        self._persister.add(WriteTask(request_id, step, keys, sources, over, origin, written))
 
     def _persist_with(self, transfer: DecodeTransfer) -> None:
         """Write the new blocks of a prompt whose KV is complete, as its transfer orders."""
@@ -480,6 +501,8 @@ class ServedPrompts:
             return
         tenant = message.origin.tenant
         parents = (chain_root(), *keys)
+        all_queued = self._begin_chain(message)
+        new_blocks: int | None = 0
         in_slots: set[int] = set()
         for run in message.hits:
             in_slots.update(range(run.blocks.first, run.blocks.end))
@@ -487,6 +510,7 @@ class ServedPrompts:
                 # Neither in the slots nor, before its load, in HBM.
                 lost = min(run.blocks.end, len(keys)) - max(first, run.blocks.first)
                 self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, max(lost, 0))
+                new_blocks = None
                 continue
             own = keys[run.blocks.first : run.blocks.end]
             before = parents[run.blocks.first]
@@ -498,15 +522,18 @@ class ServedPrompts:
                 blocks = BlockRun(new, run.blocks.end - new)
                 origin = BlockOrigin(parents[new], tenant)
                 slots = run.slots[skipped:]
-                self._write(request_id, blocks, slots, keys[new : run.blocks.end], origin)
+                own = keys[new : run.blocks.end]
+                written = self._chains.prompt(request_id)
+                self._write(request_id, blocks, slots, own, origin, written)
         sent = [
-            GeneratedBlock(hbm_blocks[block], keys[block], parents[block], tenant)
+            GeneratedBlock(hbm_blocks[block], keys[block], parents[block], tenant, request_id)
             for block in range(len(keys))
             if block not in in_slots
         ]
         cached = sum(block not in in_slots for block in range(first))
         self._leave_hbm(sent[cached:], sent[:cached])
-        self._active.persist_seen(request_id)
+        all_queued(new_blocks)
+        self._persist_seen(request_id)
         with self._lock:
             load = self._loads.pop(request_id, None)
         if load is not None:
@@ -618,6 +645,7 @@ class ServedPrompts:
     def over(self, request_id: str) -> None:
         """A request that was dropped from the active ones holds nothing any more."""
         self._buffer.release(request_id)
+        self._chains.over(request_id)  # First, so that one report has both.
         self._send(RequestOver(request_id))
 
     def _free_if_served(self, request_id: str) -> None:

@@ -56,7 +56,7 @@ from dualpath.engine.control.assigned_requests import (
     SessionTeardown,
 )
 from dualpath.engine.io.lookups import Lookups
-from dualpath.engine.io.persister import Persister, WriteShare
+from dualpath.engine.io.persister import ChainWrites, Persister, WriteShare
 from dualpath.engine.io.read_queue import ReadQueue, ReadTask
 from dualpath.engine.passes.attention_times import AttentionTimes
 from dualpath.engine.passes.device import Device, HostDevice
@@ -175,13 +175,14 @@ class TrafficManager:
             *(storage, counters, trace, blank, settings.parallel_writes, rank.health, share),
             stored=functools.partial(self.block_events.stored, Medium.STORAGE),
         )
+        self._chains = ChainWrites(send, threads)
         self._generated = GeneratedBlocks(
-            rank, self.staging, self.persister, self.buffer.cache_copy, holder
+            rank, self.staging, self.persister, self.buffer.cache_copy, holder, self._chains
         )
         self._lookups = Lookups(storage, self.persister.pending, self.counters, send, threads)
         self._prompts = ServedPrompts(
             *(rank, self.active, self.buffer, self.persister, send, self.reserved_hbm),
-            *(self._leave_hbm, holder),
+            *(self._leave_hbm, holder, self._chains),
             moves_bytes=settings.mode.moves_bytes,
         )
         self._report_seq = 0
@@ -319,6 +320,7 @@ class TrafficManager:
 
     def _begin_session(self, message: Registered) -> None:
         self.active.begin_session(message.session)
+        self._chains.clear()
         self._tier.begin_session(caching=message.enable_caching)
         self.peers.session_begins(self.trace.now_ns())
         for request_id in self._teardown.settled_since():
@@ -339,6 +341,8 @@ class TrafficManager:
         wanted = HbmWanted(message.hbm_prompt_tokens, message.hbm_new_tokens)
         if wanted.prompt_tokens:
             self.reserved_hbm.check(message.request_id, *wanted)
+        if used := message.keys[: message.used_blocks]:
+            self._storage.used(used[-1])
         request_id, shared = message.request_id, message.keys[: message.shared_blocks]
         self.active.add(request_id, message.tokens, self.trace.now_ns(), message.keys, wanted)
         if message.reserve_blocks == 0:
@@ -462,6 +466,7 @@ class TrafficManager:
 
     def _free(self, message: Release) -> None:
         self._cancel_reads(message.request_id)
+        self._chains.drop(message.request_id)
         self.active.drop(message.request_id)
         self._prompts.released(message.request_id)
         for memory in (self.buffer, self.reserved_hbm):
@@ -480,6 +485,7 @@ class TrafficManager:
         self._tier.end_session()
         self._retention.end_session()
         self._teardown.end_session(reason)
+        self._chains.clear()
         self._lookups.drop()
 
     def in_doubt(self) -> InDoubt:
@@ -555,7 +561,7 @@ class TrafficManager:
         if self.settings.mode.moves_bytes:
             self._generated.persist(blocks)
         else:
-            self._generated.persist_keys([block.key for block in blocks])
+            self._generated.persist_keys(blocks)
 
     def close(self, limit: TimeLimit) -> bool:
         """Finish writes, stop all threads and free memory, within the limit; idempotent.

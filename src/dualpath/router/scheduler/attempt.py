@@ -3,10 +3,11 @@
 This is the scheduler's side of an attempt; model work and tokens are the front end's
 (``requests.request``).  Whatever an attempt holds is released by ``close``, however it ends.
 
-*Look-up.*  All engines see the same storage.  So an engine that at its deadline reports only the
-blocks that it knows is not followed by another, but if an engine is lost or silent, another is
-asked in the time left.  An engine that was asked may still answer until then: a router or an engine
-that is late for a moment loses no hits.
+*Look-up.*  A first attempt asks no engine if the scheduler knows where its chain ends in storage
+(``stored_chains``).  All engines see the same storage.  So an engine that at its deadline reports
+only the blocks that it knows is not followed by another, but if an engine is lost or silent,
+another is asked in the time left.  An engine that was asked may still answer until then: a router
+or an engine that is late for a moment loses no hits.
 
 *What only DRAM has.*  A block of which the write failed, or which storage has evicted, may still be
 cached by engines, or shared by those of a node.  It is a hit if the request is placed on such an
@@ -152,6 +153,8 @@ class EngineAttempt(AttemptChannel):
         #: Blocks at the head of the prompt: those stored; the hits at the engines of the
         #: assignment, stored or not; the hits that are to be loaded.
         self._stored_blocks = self._found_blocks = self._wanted_blocks = 0
+        #: The stored ones are known without a look-up.
+        self._known = False
         self._whole_from = 0
         self._unstored_reason = GONE if order.cacheable else NOT_CACHEABLE
         self._short_reason = ""
@@ -284,6 +287,12 @@ class EngineAttempt(AttemptChannel):
         if not keys:
             return 0
         with self._stages.stage(Stage.LOOKUP):
+            if self._order.number == 1 and not self._order.look_up:
+                end = self._scheduler.stored_end(keys)
+                if end is not None:
+                    self._known = True
+                    self._scheduler.metrics.lookup_saved()
+                    return end
             stored_blocks, failure = await look_up(self._scheduler, keys)
         if failure is not None:
             logger.warning(
@@ -724,13 +733,15 @@ class EngineAttempt(AttemptChannel):
         """Send an assignment with the tokens that count at an engine of this role."""
         self.check()
         scheduler, tokens = self._scheduler, self._assignment.at(engine.role).tokens
+        used_blocks = self._stored_blocks if self._known and engine.role is Role.DECODE else 0
         self._assigned.add(engine.engine_id)
         if scheduler.moves_bytes and not self._appends:
             prefill = engine.role is Role.PREFILL
             peer = self._decode_engine if prefill else self._prefill_engine
             scheduler.server.name_peer(engine.engine_id, peer.engine_id)
         number = scheduler.server.send_numbered(
-            engine.engine_id, msgspec.structs.replace(assign, tokens=tokens)
+            engine.engine_id,
+            msgspec.structs.replace(assign, tokens=tokens, used_blocks=used_blocks),
         )
         if number is not None:
             scheduler.dispatch.assign_sent(engine.engine_id, self.attempt_id, number)
@@ -794,8 +805,11 @@ class EngineAttempt(AttemptChannel):
         """
         self.check()
         self._complete = True
-        keys, first = self._order.keys, self._first_unstored_block()
-        self._scheduler.writers.note(keys[first:] or keys[-1:], self._decode_engine.engine_id)
+        self._scheduler.chains.note(
+            *(self._order.keys, self._first_unstored_block(), self._stored_blocks),
+            self._decode_engine.engine_id,
+            known=self._known and self._stored_blocks < len(self._hit_keys()),
+        )
         if self._order.handover or self._loaded.de_hbm_blocks:
             self._persist()
 

@@ -503,8 +503,8 @@ class ControlServer:
             self.declare_dead(message.writer)
             return
         if isinstance(message, control.Report):
-            for event in message.events:
-                self._listener.on_message(engine.info, event, received)
+            for part in (*message.events, *message.stored):
+                self._listener.on_message(engine.info, part, received)
             if engine.report is not None and message.report_seq < engine.report.report_seq:
                 return  # A later report has overtaken it on another connection.
             if message.unhealthy is not None:

@@ -1,0 +1,170 @@
+"""Where chains of blocks end in storage, and which decode engines write them.
+
+A DE reports the chain of a request once the request is over and all that it has written is stored
+(``core.control.StoredChain``).  The agent's next turn goes on behind it, so most turns need no
+look-up: their keys are searched from the end for the last known one, and nothing behind it is
+stored if all its writers have reported and the blocks behind were new when they were written.
+
+This is a belief.  Storage is shared with other schedulers, and its janitor removes blocks:
+
+* *Too much* costs a read that ends early: the reader verifies each block, and what is missing is
+  computed, as it would have been after a look-up.  A tail is known for ``TRUST_S``, which is less
+  than storage protects blocks that were just used.
+* *Too little* costs the computation of blocks that are stored, of ``MOST_UNSTORED_BLOCKS`` at most.
+  It happens where another scheduler's engines have continued the chain.  The DE then finds blocks
+  stored that it is to write: their chain is looked up at the next turn, and so are all others for
+  a while (``FIRST_PAUSE_S``).
+"""
+
+from collections.abc import Callable, Sequence
+
+from dualpath.core.blocks import BlockKey
+from dualpath.core.control import StoredChain
+from dualpath.core.recent import Recent
+
+#: Blocks with remembered DEs, up to twice as many, at some 130 bytes each.
+_MOST_BLOCKS = 1 << 17
+#: DEs remembered per block: those of the latest requests with this prompt.
+MOST_WRITERS = 8
+#: Ends of chains, up to twice as many.
+_MOST_TAILS = 1 << 14
+#: For this long after its report the end of a chain is known without a look-up, in seconds.
+TRUST_S = 120.0
+#: With more blocks behind the known end a look-up costs nothing beside their computation.
+MOST_UNSTORED_BLOCKS = 64
+#: After an answer that was too short all prompts are looked up for this long; each time twice as
+#: long, unless the last time was ``LAST_PAUSE_S`` ago.
+FIRST_PAUSE_S, LAST_PAUSE_S = 60.0, 3600.0
+
+
+class _Writer:
+    """A request that writes a chain at a DE.
+
+    ``new_blocks`` of its prompt are believed not to be stored, ``tail`` is the prompt's last key.
+    ``known``: that was known without a look-up.  ``stored_s`` is when its chain was reported.
+    """
+
+    __slots__ = ("engine_id", "known", "new_blocks", "reported", "stored_s", "tail")
+
+    def __init__(self, engine_id: str, tail: BlockKey, new_blocks: int, *, known: bool) -> None:
+        self.engine_id, self.tail, self.new_blocks, self.known = engine_id, tail, new_blocks, known
+        self.stored_s: float | None = None
+        #: False if its report could be that of another request.
+        self.reported = True
+
+
+class StoredChains:
+    """Remembers which DEs write, or wrote, each block of a prompt, and which ends are stored.
+
+    An agent's next turn extends the last block of its prompt, so blocks that a DE generates are
+    remembered once they are stored.  Several DEs have the same last block if one prompt was
+    requested several times: each may be writing another continuation of it.  ``clock`` gives
+    seconds, ``too_short`` is called when an answer has proved to be.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], too_short: Callable[[], None] = lambda: None
+    ) -> None:
+        self._clock = clock
+        self._too_short = too_short
+        #: The latest writer first.
+        self._writers: Recent[BlockKey, tuple[_Writer, ...]] = Recent(_MOST_BLOCKS)
+        #: Blocks behind which no other block is stored than those that are known.
+        self._tails: Recent[BlockKey, _Writer] = Recent(_MOST_TAILS)
+        self._paused_until_s = self._last_short_s = float("-inf")
+        self._pause_s = FIRST_PAUSE_S
+
+    def note(
+        self,
+        keys: Sequence[BlockKey],
+        first: int,
+        stored_blocks: int,
+        engine_id: str,
+        *,
+        known: bool = False,
+    ) -> None:
+        """A DE is about to write a prompt's blocks from ``first`` on, and blocks behind its last.
+
+        ``stored_blocks`` are believed to be stored.  ``known``: they, and that no more of the
+        prompt are, without a look-up.
+        """
+        if not keys:
+            return
+        noted = keys[first:] or keys[-1:]
+        writer = _Writer(engine_id, keys[-1], len(keys) - max(first, stored_blocks), known=known)
+        writer.reported = first <= stored_blocks  # Else its chain has a gap.
+        again = {key: self._writers.last([key]) or () for key in noted if key in self._writers}
+        self._writers.note(noted, (writer,))
+        for key, writers in again.items():
+            self._tails.remove(key)
+            self._add(key, writer, writers)
+            for one in (writer, *writers):
+                one.known = False  # One of them finds stored what the other has written.
+
+    def stored(self, engine_id: str, chain: StoredChain) -> None:
+        """Take a DE's report of a chain that is stored."""
+        writers = self._writers.last([chain.prompt_tail]) or ()
+        own = (w for w in writers if (w.engine_id, w.tail) == (engine_id, chain.prompt_tail))
+        writer = next((w for w in own if w.stored_s is None), None)
+        if writer is None or not writer.reported:
+            return
+        writer.stored_s = self._clock()
+        for key in chain.generated:
+            others = self._writers.last([key]) or ()
+            self._tails.remove(key)
+            self._writers.note([key], (writer,))
+            self._add(key, writer, others)
+        expected_blocks = writer.new_blocks + len(chain.generated)
+        if chain.new_blocks == expected_blocks:
+            prompt = [chain.prompt_tail] if writer.new_blocks else []
+            self._tails.note([*prompt, *chain.generated], writer)
+        elif chain.new_blocks < expected_blocks and writer.known:
+            self._was_too_short(writer.stored_s)
+
+    def of(self, keys: Sequence[BlockKey]) -> tuple[str, ...]:
+        """Return the DEs of the last known block of a chain, the latest first."""
+        return tuple(dict.fromkeys(w.engine_id for w in self._writers.last(keys) or ()))
+
+    def end(self, keys: Sequence[BlockKey]) -> int | None:
+        """Return how many of ``keys``, from the first on, are stored; None if that is not known."""
+        now_s = self._clock()
+        if now_s < self._paused_until_s:
+            return None
+        if not (end := self._writers.end(keys)):
+            return None
+        key = keys[end - 1]
+        writers = self._writers.last([key]) or ()
+        if end == len(keys) and any(_is_trusted(writer, now_s) for writer in writers):
+            return end
+        tail = self._tails.last([key])
+        if tail is None or not _is_trusted(tail, now_s) or len(keys) - end > MOST_UNSTORED_BLOCKS:
+            return None
+        # Another request with the same prompt may be writing what follows here.
+        beside = self._writers.last([tail.tail])
+        if beside is None or len(beside) == MOST_WRITERS:
+            return None
+        return end if all(one.stored_s is not None for one in beside) else None
+
+    def _add(self, key: BlockKey, writer: _Writer, others: Sequence[_Writer]) -> None:
+        """Remember the other writers of a block behind its latest one."""
+        # A report names an engine and a prompt.
+        same = [w for w in others if w.stored_s is None and _names(w) == _names(writer)]
+        for other in (writer, *same) if same else ():
+            other.reported = False
+        if others:
+            self._writers.note([key], (writer, *others)[:MOST_WRITERS])
+
+    def _was_too_short(self, now_s: float) -> None:
+        if now_s - self._last_short_s > LAST_PAUSE_S:
+            self._pause_s = FIRST_PAUSE_S
+        self._paused_until_s, self._last_short_s = now_s + self._pause_s, now_s
+        self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
+        self._too_short()
+
+
+def _is_trusted(writer: _Writer, now_s: float) -> bool:
+    return writer.stored_s is not None and now_s - writer.stored_s <= TRUST_S
+
+
+def _names(writer: _Writer) -> tuple[str, BlockKey]:
+    return writer.engine_id, writer.tail
