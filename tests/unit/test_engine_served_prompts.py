@@ -10,7 +10,7 @@ from dualpath.core.control import Persist
 from dualpath.engine.buffer.block_buffer import BlockBuffer
 from dualpath.engine.buffer.hbm_reservations import HbmReservations
 from dualpath.engine.control.assigned_requests import ActiveRequests, ServedPrompts
-from dualpath.engine.io.persister import Persister, WriteTask
+from dualpath.engine.io.persister import ChainWrites, Persister, WriteTask
 from dualpath.engine.passes.pass_transfers import NoHolder
 from dualpath.engine.ranks.rank import Rank
 from dualpath.engine.threads import OS_THREADS, Health
@@ -42,6 +42,7 @@ def test_a_prompt_is_stored_and_cached_though_its_slots_are_freed_at_that_moment
         HbmReservations(None),
         lambda new, hits: None,
         NoHolder(),
+        ChainWrites(lambda chain: None),
         moves_bytes=True,
     )
     keys = block_keys(tuple(range(3 * GEOMETRY.block_tokens)), GEOMETRY.block_tokens)

@@ -46,7 +46,7 @@ from dualpath.router.engine_calls import Job
 from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import Attempt, RequestLife
 from dualpath.router.scheduler import attempt as engine_attempt
-from dualpath.router.scheduler import leases, link_messages, registry
+from dualpath.router.scheduler import leases, link_messages, registry, stored_chains
 from dualpath.router.scheduler.attempt import EngineAttempt
 from dualpath.router.scheduler.control_server import ControlServer, LivenessProbes, NamedPeers
 from dualpath.router.scheduler.exchange import Exchange
@@ -58,6 +58,7 @@ from dualpath.router.scheduler.registry import EngineState, Registry
 from dualpath.router.scheduler.releases import Releases
 from dualpath.router.scheduler.remote import RemoteAttempt, RemoteRequest, RemoteScheduling
 from dualpath.router.scheduler.roles import Roles
+from dualpath.router.scheduler.stored_chains import StoredChains
 from dualpath.router.scheduler.units import UnitRequest
 from dualpath.router.scheduling import RequestOrder
 from dualpath.storage import janitor, posix
@@ -159,7 +160,13 @@ def _any_weights(
     _check_registration(hello, alike, *others)
 
 
-_check_registration = registry.check_registration
+def _cleared_once(self: StoredChains) -> None:
+    """``StoredChains.clear`` that changes nothing but a new object."""
+    if "_writers" not in self.__dict__:
+        _clear(self)
+
+
+_check_registration, _clear = registry.check_registration, StoredChains.clear
 _member = Membership.__init__
 
 #: By name, in the order of docs/reference/simulated-faults.md.
@@ -171,6 +178,10 @@ WEIGHT_BUGS: dict[str, PlantedBug] = {
     "weights-mixed": PlantedBug(
         "an engine joins with other weights than the cluster's",
         replaced(registry, "check_registration", _any_weights),
+    ),
+    "chains-outlive-weights": PlantedBug(
+        "the scheduler takes chains that were stored with former weights for stored",
+        replaced(StoredChains, "clear", _cleared_once),
     ),
 }
 
@@ -791,6 +802,10 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     "cached-once-read": PlantedBug(
         "a DE caches blocks as soon as they are read, although the PE may recompute them",
         lambda: mock.patch.object(ReadQueue, "_caches", _ALWAYS, create=True),
+    ),
+    "chain-unreported": PlantedBug(
+        "the scheduler takes a chain for stored that a DE still writes",
+        replaced(stored_chains, "_is_trusted", lambda writer, now_s: True),
     ),
     "read-behind-evicted": PlantedBug(
         "a DE reads what follows its cached blocks although it has evicted some of them",

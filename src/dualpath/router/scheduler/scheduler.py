@@ -431,7 +431,7 @@ class Scheduler:
         if self._weights != self.registry.weights:
             # A block of earlier weights is not missed: it was never computed with these.
             self._weights, self.seen_blocks = self.registry.weights, SeenBlocks()
-            self.chains = StoredChains(self.clock, self.metrics.lookup_was_short)
+            self.chains.clear()
         if self._dispatch is None or info.role is Role.PREFILL:
             self._derive_thresholds()
         if self._dispatch is None:

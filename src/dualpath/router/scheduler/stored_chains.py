@@ -68,11 +68,16 @@ class StoredChains:
         self._clock = clock
         self._too_short = too_short
         #: The latest writer first.
-        self._writers: Recent[BlockKey, tuple[_Writer, ...]] = Recent(_MOST_BLOCKS)
+        self._writers: Recent[BlockKey, tuple[_Writer, ...]]
         #: Blocks behind which no other block is stored than those that are known.
-        self._tails: Recent[BlockKey, _Writer] = Recent(_MOST_TAILS)
+        self._tails: Recent[BlockKey, _Writer]
+        self.clear()
         self._paused_until_s = self._last_short_s = float("-inf")
         self._pause_s = FIRST_PAUSE_S
+
+    def clear(self) -> None:
+        """Drop all blocks: the weights have changed, and with them what is stored."""
+        self._writers, self._tails = Recent(_MOST_BLOCKS), Recent(_MOST_TAILS)
 
     def note(
         self,
