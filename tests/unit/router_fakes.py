@@ -19,10 +19,8 @@ from dualpath.core import control as envelopes
 from dualpath.core import control as request_messages
 from dualpath.core.blocks import (
     BlockGeometry,
-    BlockOrigin,
     StoreNamespace,
     block_keys,
-    chain_root,
 )
 from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.control import Message
@@ -102,7 +100,7 @@ class FakeEngine:
         self.version = control.PROTOCOL_VERSION
         self.generation = 0
         self.read_limit: Callable[[request_messages.Read], tuple[int, str | None]] = lambda read: (
-            len(read.keys),
+            read.run.blocks.count,
             None,
         )
         self.unanswered: set[type] = set()
@@ -141,7 +139,7 @@ class FakeEngine:
         self.called: set[str] = set()
         self.keys: dict[str, tuple[bytes, ...]] = {}
         #: Reads that begin with a grant, and requests of which the router knows that they wait.
-        self.reads: dict[str, tuple[request_messages.GrantRead, tuple[bytes, ...]]] = {}
+        self.reads: dict[str, request_messages.GrantRead] = {}
         self.announced: set[str] = set()
         self.taken: set[tuple[str, int]] = set()
         self.kv_in_hbm: set[str] = set()
@@ -334,7 +332,7 @@ class FakeEngine:
                     )
                 elif message.reserve_blocks:
                     if message.read is not None:
-                        self.reads[message.request_id] = message.read, message.keys
+                        self.reads[message.request_id] = message.read
                     self.waiting.append((message.request_id, message.reserve_blocks))
                     self._grant()
                     if message.request_id in self.reads:
@@ -362,7 +360,7 @@ class FakeEngine:
             for slot in slots:
                 self.content.pop(slot, None)
             self.leases[request_id] = slots
-            read, keys = self.reads.pop(request_id, (None, ()))
+            read = self.reads.pop(request_id, None)
             run = None if read is None else read.behind(0)
             if read is None or run is None or read.announced or request_id in self.announced:
                 self.send(
@@ -374,7 +372,7 @@ class FakeEngine:
                     request_messages.Read(
                         request_id,
                         run.with_slots(slots[read.first_slot : end]),
-                        keys[read.first_slot : end],
+                        read.first_slot,
                         read.deadline_s,
                     )
                 )
@@ -384,11 +382,12 @@ class FakeEngine:
         if slots is None:
             return
         good, reason = self.read_limit(read)
+        keys = self.keys[read.request_id][read.first_key :]
         for i in range(good):
-            assert read.keys[i] in self.stored
+            assert keys[i] in self.stored
             assert read.run.slots[i] in slots
             slot = read.run.slots[i]
-            self.content[slot] = read.keys[i]
+            self.content[slot] = keys[i]
             self.windowless -= {slot}
             self.windowless |= {slot} if i < read.run.windowless else set()
         self.send(
@@ -406,13 +405,14 @@ class FakeEngine:
     def _persist(self, message: request_messages.Persist) -> None:
         if message.request_id in self.persisted:
             return
+        keys = self.keys[message.request_id][message.first_block : message.blocks]
         if self.mode != "oracle":
             slots = self.leases[message.request_id][message.first_block :]
-            for slot, key in zip(slots, message.keys, strict=False):
+            for slot, key in zip(slots, keys, strict=False):
                 assert self.content[slot] == key
                 assert slot not in self.windowless
-        self.new_blocks[message.request_id] = len({*message.keys} - self.stored)
-        self.stored.update(message.keys)
+        self.new_blocks[message.request_id] = len({*keys} - self.stored)
+        self.stored.update(keys)
         self.persisted.add(message.request_id)
         self._free_if_over(message.request_id)
 
@@ -430,9 +430,8 @@ class FakeEngine:
         request_id, first = transfer.request_id, transfer.persist_from
         assert first is not None
         if (keys := self.keys.get(request_id)) is not None and request_id in self.tenants:
-            keys = keys[: len(transfer.slots)] if self.mode != "oracle" else keys
-            origin = BlockOrigin(keys[first - 1] if first else chain_root(), transfer.tenant)
-            order = request_messages.Persist(request_id, first, keys[first:], origin, keys[:first])
+            blocks = min(len(keys), len(transfer.slots)) if self.mode != "oracle" else len(keys)
+            order = request_messages.Persist(request_id, first, blocks, transfer.tenant)
             self._note(order)
             self._persist(order)
         self.kv_in_hbm.add(request_id)

@@ -100,7 +100,6 @@ def test_an_engine_reports_what_a_request_has_stored_of_prompt_and_answer() -> N
         prefill_transfer = cluster.load("r", keys[:5], tokens, 0, 2)
         hbm = list(range(10, 15))
         cluster.forward([(prefill_transfer, keys[:5], BlockRun(2, 3), hbm)])
-        cluster.de.manager.active._active["r"].keys = tuple(keys[:5])
         transfer = DecodeTransfer("r", tokens, prefill_transfer.de_slots, persist_from=2)
         assert cluster.fill(transfer, hbm) is None
         blocks = [GeneratedBlock(0, keys[n], keys[n - 1], "", "r") for n in (5, 6)]

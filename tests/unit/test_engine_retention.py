@@ -33,7 +33,7 @@ class Engine:
         now_s: int = 0,
         expected_s: float = 0.0,
     ) -> None:
-        self.retention.apply(Retain(keys, retain_s, expected_s=expected_s), now_s * S)
+        self.retention.apply(Retain(b"", keys, retain_s, expected_s=expected_s), now_s * S)
 
     def left(self) -> tuple[BlockKey, ...]:
         """Return the blocks that are left after a request takes two slots."""
@@ -138,7 +138,7 @@ def test_retention_is_limited_by_the_buffer() -> None:
 
 def test_retained_blocks_are_fetched_on_request() -> None:
     engine = Engine()
-    engine.retention.apply(Retain(KEYS[:6], 30.0, fetch=True), 0)
+    engine.retention.apply(Retain(b"", KEYS[:6], 30.0, fetch=True), 0)
     assert engine.fetched == [[*KEYS[:4]]]  # no more than the buffer holds
-    engine.retention.apply(Retain(KEYS[2:6], 30.0, fetch=True), 0)
+    engine.retention.apply(Retain(b"", KEYS[2:6], 30.0, fetch=True), 0)
     assert engine.fetched[1:] == [[*KEYS[2:4]]]  # nor blocks beyond the limit of retention

@@ -46,11 +46,9 @@ def test_a_prompt_is_stored_and_cached_though_its_slots_are_freed_at_that_moment
         moves_bytes=True,
     )
     keys = block_keys(tuple(range(3 * GEOMETRY.block_tokens)), GEOMETRY.block_tokens)
-    active.add("r", 3 * GEOMETRY.block_tokens, OS_THREADS.now_ns())
+    active.add("r", 3 * GEOMETRY.block_tokens, OS_THREADS.now_ns(), keys)
     buffer.request("r", 3)
-    prompts.persist(
-        Persist(request_id="r", first_block=1, keys=tuple(keys[1:]), hit_keys=tuple(keys[:1]))
-    )
+    prompts.persist(Persist(request_id="r", first_block=1, blocks=3))
     (write,) = writes
     assert list(write.keys) == list(keys[1:])
     assert buffer.free < slots, "what is being written stays pinned"

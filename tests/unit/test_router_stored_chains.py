@@ -292,7 +292,7 @@ async def test_blocks_that_the_janitor_has_removed_are_computed_and_looked_up_ag
         prompt = await turn(made, "t0", PROMPT)
         made.stored.difference_update(keys_of(PROMPT)[2:])
         made.engines["d0"].read_limit = made.engines["p0"].read_limit = lambda read: (
-            min(len(read.keys), 2),
+            min(read.run.blocks.count, 2),
             "missing",
         )
         prompt = await turn(made, "t1", prompt)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin, StoreNamespace
+from dualpath.core.blocks import StoreNamespace, TenantTag
 from dualpath.core.cluster import EngineAddress, GroupRank, Writer
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.key_cache import Adapter
@@ -129,16 +129,17 @@ class Reserved(Message, frozen=True, tag=True):
 
 
 class Read(Message, frozen=True, tag=True):
-    """Read a run of blocks with these ``keys`` from storage into its slots.
+    """Read a run of blocks from storage into its slots.
 
-    The first ``run.windowless`` blocks are read without their window layers.  After ``deadline_s``
-    (from receipt) the engine stops and answers with the blocks verified so far.  ``parent`` is the
-    key before the first one.
+    Their keys are those of the request's ``Assign`` from ``first_key`` on.  The first
+    ``run.windowless`` blocks are read without their window layers.  After ``deadline_s`` (from
+    receipt) the engine stops and answers with the blocks verified so far.  ``parent`` is the key
+    before the first one.
     """
 
     request_id: Name
     run: HitRun
-    keys: tuple[bytes, ...]
+    first_key: Annotated[int, msgspec.Meta(ge=0)]
     deadline_s: float
     parent: bytes = b""
 
@@ -163,22 +164,21 @@ class ReadDone(Message, frozen=True, tag=True):
 
 
 class Persist(Message, frozen=True, tag=True):
-    """Write the prompt's blocks from ``first_block`` on to storage under ``keys``.
+    """Write the prompt's blocks from ``first_block`` on to storage.
 
     A ``DecodeTransfer`` has the same effect.  This message comes before a ``Release`` where the DE
     may not have got the transfer, and has no effect if it has.
 
-    ``origin`` has the key before the first of them.  The prompt's KV is complete and no transfer
-    writes to it any more; ``hit_keys`` are the keys of its first blocks, which are stored already.
-    If the PE has sent the KV into the DE's HBM, ``hits`` are the runs of the prompt's blocks that
-    are in the DE's buffer, with their slots; all other blocks are in HBM only.
+    Keys are those of the request's ``Assign``.  The KV of the first ``blocks`` full blocks of the prompt is complete, and no transfer writes to
+    it any more; those before ``first_block`` are stored already.  ``tenant`` owns the others.  If
+    the PE has sent the KV into the DE's HBM, ``hits`` are the runs of the prompt's blocks that are
+    in the DE's buffer, with their slots; all other blocks are in HBM only.
     """
 
     request_id: Name
-    first_block: int
-    keys: tuple[bytes, ...]
-    origin: BlockOrigin = UNKNOWN_ORIGIN
-    hit_keys: tuple[bytes, ...] = ()
+    first_block: Annotated[int, msgspec.Meta(ge=0)]
+    blocks: Annotated[int, msgspec.Meta(ge=0)]
+    tenant: TenantTag = ""
     hits: tuple[HitRun, ...] = ()
 
 
@@ -431,12 +431,17 @@ class Synced(Message, frozen=True, tag=True):
 class Retain(Message, frozen=True, tag=True):
     """Retain blocks in the DRAM buffer of a DE for a turn that may follow; not answered.
 
+    They are the full blocks of a prompt that it was assigned, of which ``prompt_tail`` is the last
+    key (none if that is empty), and those of ``keys`` behind it.  A DE that does not know the
+    prompt any more does nothing.
+
     For ``retain_s`` these blocks are evicted after all other unreferenced blocks; 0: before all
     others.  ``fetch``: missing blocks are read into free slots while no request waits for storage.
     The turn is expected in ``expected_s``: of retained blocks, the one with the latest expected
     turn is evicted first.
     """
 
+    prompt_tail: bytes
     keys: tuple[bytes, ...]
     retain_s: float
     fetch: bool = False

@@ -422,27 +422,27 @@ class ServedPrompts:
         if hbm_blocks := self._hbm.blocks_of(request_id):
             self._persist_from_hbm(message, hbm_blocks)
             return
-        blocks = BlockRun(message.first_block, len(message.keys))
+        assigned, first = self._active.keys_of(request_id), message.first_block
+        keys, new_blocks = assigned[: message.blocks], max(message.blocks - first, 0)
         held = self._buffer.slots_of(request_id)
-        slots = held[blocks.first : blocks.end]
+        slots = held[first : message.blocks]
         # Without new blocks as well: the hit's blocks are cached from these slots.
-        complete = len(held) >= blocks.end or not self._moves_bytes
-        if not complete or not self._active.is_active(request_id):
-            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
+        complete = len(held) >= message.blocks or not self._moves_bytes
+        known = len(keys) == message.blocks and self._active.is_active(request_id)
+        if not complete or not known:
+            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, new_blocks)
             return
         self._buffer.pin(slots)
-        self._cache(message, held)
-        written = self._begin_chain(message)
+        if self._moves_bytes:
+            self._cache(request_id, first, keys, held)
+        self._chains.begin(request_id, keys, assigned)
+        written = self._chains.prompt(request_id)
         # From here on another thread may free the request's slots, once its KV is in HBM.
         self._persist_seen(request_id)
-        self._write(request_id, blocks, slots, message.keys, message.origin, written)
+        origin = BlockOrigin(keys[first - 1] if first else chain_root(), message.tenant)
+        new = BlockRun(first, new_blocks)
+        self._write(request_id, new, slots, keys[first:], origin, written)
         self._free_if_served(request_id)
-
-    def _begin_chain(self, message: Persist) -> Written:
-        """Begin to note what a request writes; return what gets the outcome of its first write."""
-        request_id, keys = message.request_id, message.hit_keys + message.keys
-        self._chains.begin(request_id, keys, self._active.keys_of(request_id))
-        return self._chains.prompt(request_id)
 
     def _persist_seen(self, request_id: str) -> None:
         if not self._active.persist_seen(request_id):
@@ -468,25 +468,22 @@ class ServedPrompts:
         request_id, first = transfer.request_id, transfer.persist_from
         if first is None or (keys := self._active.to_be_persisted(request_id)) is None:
             return
+        blocks = len(keys)
         if self._moves_bytes:
-            keys = keys[: len(self._buffer.slots_of(request_id))]
-        parent = keys[first - 1] if first else chain_root()
-        origin = BlockOrigin(parent, transfer.tenant)
-        new, hits = tuple(keys[first:]), tuple(keys[:first])
-        self.persist(Persist(request_id, first, new, origin, hits))
+            blocks = min(blocks, len(self._buffer.slots_of(request_id)))
+        self.persist(Persist(request_id, first, blocks, transfer.tenant))
 
-    def _cache(self, message: Persist, held: Sequence[int]) -> None:
+    def _cache(
+        self, request_id: str, first: int, keys: Sequence[BlockKey], held: Sequence[int]
+    ) -> None:
         """Cache the full blocks of a prompt, to which no transfer writes any more.
 
-        In a model with window layers hit blocks may lack layers here and are not added.
+        In a model with window layers those before block ``first``, hits, may lack layers here and
+        are not added.
         """
-        hit_keys, first = message.hit_keys, message.first_block
-        if self._moves_bytes and len(hit_keys) == first:
-            begin = first if self._geometry.layer_windows else 0
-            keys = (hit_keys + message.keys)[begin:]
-            slots = held[begin : begin + len(keys)]
-            parent = hit_keys[begin - 1] if begin else chain_root()
-            self._buffer.cache_blocks(message.request_id, slots, keys, parent)
+        begin = first if self._geometry.layer_windows else 0
+        parent = keys[begin - 1] if begin else chain_root()
+        self._buffer.cache_blocks(request_id, held[begin : len(keys)], keys[begin:], parent)
 
     def _persist_from_hbm(self, message: Persist, hbm_blocks: Sequence[int]) -> None:
         """Write a prompt's new blocks from where they are: reserved HBM, or slots of the buffer.
@@ -494,14 +491,15 @@ class ServedPrompts:
         For the DRAM cache alone, hits that the PE has sent leave HBM as well.
         """
         request_id, first = message.request_id, message.first_block
-        keys = message.hit_keys + message.keys
-        known = len(message.hit_keys) == first and len(hbm_blocks) >= len(keys)
+        assigned, tenant = self._active.keys_of(request_id), message.tenant
+        keys = assigned[: message.blocks]
+        known = len(keys) == message.blocks and len(hbm_blocks) >= message.blocks
         if not known or not self._active.is_active(request_id):
-            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
+            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, max(message.blocks - first, 0))
             return
-        tenant = message.origin.tenant
         parents = (chain_root(), *keys)
-        all_queued = self._begin_chain(message)
+        self._chains.begin(request_id, keys, assigned)
+        all_queued = self._chains.prompt(request_id)
         new_blocks: int | None = 0
         in_slots: set[int] = set()
         for run in message.hits:

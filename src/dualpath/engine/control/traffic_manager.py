@@ -343,6 +343,8 @@ class TrafficManager:
             self.reserved_hbm.check(message.request_id, *wanted)
         if used := message.keys[: message.used_blocks]:
             self._storage.used(used[-1])
+        if self.settings.role is Role.DECODE:
+            self._retention.assigned(message.keys)
         request_id, shared = message.request_id, message.keys[: message.shared_blocks]
         self.active.add(request_id, message.tokens, self.trace.now_ns(), message.keys, wanted)
         if message.reserve_blocks == 0:
@@ -447,11 +449,16 @@ class TrafficManager:
 
     def _read(self, message: Read) -> None:
         """Queue the storage reads of a run of blocks; ``ReadDone`` follows."""
+        first, count = message.first_key, message.run.blocks.count
+        keys = self.active.keys_of(message.request_id)[first : first + count]
+        if len(keys) < count:
+            raise BadRequestError(
+                f"request {message.request_id}: {count} blocks are to be read, of which its "
+                f"assignment here has {len(keys)} keys; send it through the router"
+            )
         reads, now_ns = run_reads(self.geometry, message.run), self.trace.now_ns()
         self._reader.add(
-            ReadTask(
-                message.request_id, reads, message.keys, now_ns, message.deadline_s, message.parent
-            )
+            ReadTask(message.request_id, reads, keys, now_ns, message.deadline_s, message.parent)
         )
 
     def _ask_release(self, message: Release) -> None:

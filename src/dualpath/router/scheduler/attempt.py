@@ -44,7 +44,6 @@ import msgspec
 
 from dualpath.core.blocks import (
     BlockKey,
-    BlockOrigin,
     chain_root,
     holding_blocks,
     max_hit_blocks,
@@ -148,6 +147,8 @@ class EngineAttempt(AttemptChannel):
         self._appends = False
         #: Engines that count the request.
         self._assigned: set[str] = set()
+        #: Blocks of which the PE's ``Assign`` has the keys, in their order.
+        self._prefill_blocks: Sequence[BlockRun] = ()
         #: The PE's assignment, if its call brings it.
         self._call_assignment: CallAssignment | None = None
         #: Blocks at the head of the prompt: those stored; the hits at the engines of the
@@ -538,7 +539,8 @@ class EngineAttempt(AttemptChannel):
         first, read = fitting[0].blocks.first, None
         if fitting[-1].blocks.end - first == count:
             read = self._grant_read(engine, HitRun(Role.PREFILL, BlockRun(first, count)), first)
-        granted = await self._reserve(engine, count, [run.blocks for run in fitting], read)
+        self._prefill_blocks = [run.blocks for run in fitting]
+        granted = await self._reserve(engine, count, self._prefill_blocks, read)
         placed = in_slots(fitting, granted.slots, granted.cached_blocks)
         return await self._read_all(engine, placed, granted.read) + short
 
@@ -588,7 +590,6 @@ class EngineAttempt(AttemptChannel):
         if not run.blocks:
             return RunRead(assigned, run, (), GONE)
         run, first = run.whole_behind(self._whole_from), run.blocks.first
-        keys = self._order.keys[first : run.blocks.end]
         self.check()
         answer = self.expect(ReadDone, engine.engine_id)
         self._reading(engine)
@@ -597,12 +598,19 @@ class EngineAttempt(AttemptChannel):
             Read(
                 request_id=self.attempt_id,
                 run=run,
-                keys=keys,
+                first_key=self._first_key(engine, first),
                 deadline_s=settings.read_deadline_s,
                 parent=self._order.keys[first - 1] if first else chain_root(),
             ),
         )
         return await self._outcome(engine, assigned, run, _BegunRead(scheduler.clock(), answer))
+
+    def _first_key(self, engine: EngineInfo, block: int) -> int:
+        """Return the place of a block's key among those that an engine's assignment has."""
+        if engine.role is Role.DECODE:
+            return block
+        before = (min(max(block - run.first, 0), run.count) for run in self._prefill_blocks)
+        return sum(before)
 
     def _reading(self, engine: EngineInfo) -> None:
         """An engine is sent a read."""
@@ -815,19 +823,16 @@ class EngineAttempt(AttemptChannel):
 
     def _persist(self) -> None:
         """Have the DE store those full blocks of the prompt that are not stored."""
-        keys, first = self._order.keys, self._first_unstored_block()
         # The DE stores the blocks of an append as those of generated tokens.
-        received = keys[: self._loaded.hit_blocks] if self._appends else keys
+        blocks = self._loaded.hit_blocks if self._appends else len(self._order.keys)
         in_hbm = bool(self._loaded.de_hbm_blocks)
-        parent = keys[first - 1] if first else chain_root()
         self._scheduler.send(
             self._decode_engine.engine_id,
             Persist(
                 request_id=self.attempt_id,
-                first_block=first,
-                keys=received[first:],
-                origin=BlockOrigin(parent, self._order.tenant),
-                hit_keys=received[:first],
+                first_block=self._first_unstored_block(),
+                blocks=blocks,
+                tenant=self._order.tenant,
                 hits=tuple(side_of(self._loaded.hits, Role.DECODE)) if in_hbm else (),
             ),
         )

@@ -171,6 +171,7 @@ class FrontEndSession:
         self._scheduler = scheduler
         self._send = send
         self._requests: dict[str, ArrivedRequest] = {}
+        #: The last keys of each request.
         self._keys: dict[str, tuple[bytes, ...]] = {}
         self._events = _Events(send)
         self._listeners: dict[str, _Listener] = {}
@@ -200,8 +201,12 @@ class FrontEndSession:
             case m.EndRequest():
                 self._close(message.attempt_id, message.reason)
                 if (request := self._requests.pop(message.request_id, None)) is not None:
+                    answered = message.answered
+                    if answered is not None:
+                        known = self._keys[message.request_id][: message.known_keys]
+                        answered = msgspec.structs.replace(answered, keys=known + answered.keys)
                     self._keys.pop(message.request_id)
-                    request.end(message.answered)
+                    request.end(answered)
             case m.SuspectEngine():
                 for engine in self._named([(message.engine_id, message.epoch)]):
                     self._scheduler.suspect(engine, message.why, call_failed=message.call_failed)
@@ -256,6 +261,9 @@ class FrontEndSession:
         name, request = message.order.attempt_id, self._requests.get(message.request_id)
         if request is None:
             return
+        keys = self._keys[message.request_id][: message.known_keys] + message.order.keys
+        order = msgspec.structs.replace(message.order, keys=keys)
+        self._keys[message.request_id] = keys
         known = self._scheduler.registry.namespace
         if message.namespace != (None if known is None else known.with_weights()):
             self._refused[name] = EngineLostError(
@@ -269,9 +277,6 @@ class FrontEndSession:
                 "restart it"
             )
             return
-        order = message.order
-        if not order.keys:
-            order = msgspec.structs.replace(order, keys=self._keys[message.request_id])
         listener = _Listener(name, self._placed, self._events)
         try:
             attempt = request.attempt(order, listener)

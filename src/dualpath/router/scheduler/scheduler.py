@@ -579,10 +579,14 @@ class ArrivedRequest:
     def __init__(self, scheduler: Scheduler, session: SessionName) -> None:
         self._scheduler = scheduler
         self._session: SessionName | None = session
+        #: Full blocks of the prompt of the last attempt.
+        self._assigned_blocks = 0
 
     def attempt(self, order: AttemptOrder, listener: AttemptListener) -> EngineAttempt:
         """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
-        return EngineAttempt(self._scheduler, order, listener)
+        attempt = EngineAttempt(self._scheduler, order, listener)
+        self._assigned_blocks = len(order.keys)
+        return attempt
 
     async def ends_aborted(self) -> bool:
         """Return whether the request ends with the tokens it has after a failed attempt."""
@@ -592,4 +596,4 @@ class ArrivedRequest:
         """The request has ended, with an answer if ``answered`` is given; idempotent."""
         session, self._session = self._session, None
         if session is not None and answered is not None:
-            self._scheduler.sessions.ended(session, answered)
+            self._scheduler.sessions.ended(session, answered, self._assigned_blocks)
