@@ -169,10 +169,11 @@ class Persist(Message, frozen=True, tag=True):
     A ``DecodeTransfer`` has the same effect.  This message comes before a ``Release`` where the DE
     may not have got the transfer, and has no effect if it has.
 
-    Keys are those of the request's ``Assign``.  The KV of the first ``blocks`` full blocks of the prompt is complete, and no transfer writes to
-    it any more; those before ``first_block`` are stored already.  ``tenant`` owns the others.  If
-    the PE has sent the KV into the DE's HBM, ``hits`` are the runs of the prompt's blocks that are
-    in the DE's buffer, with their slots; all other blocks are in HBM only.
+    Keys are those of the request's ``Assign``.  The KV of the first ``blocks`` full blocks of the
+    prompt is complete, and no transfer writes to it any more; those before ``first_block`` are
+    stored already.  ``tenant`` owns the others.  If the PE has sent the KV into the DE's HBM,
+    ``hits`` are the runs of the prompt's blocks that are in the DE's buffer, with their slots; all
+    other blocks are in HBM only.
     """
 
     request_id: Name

@@ -453,6 +453,8 @@ class FrontEndServer:
         self._epoch = epoch or uuid.uuid4().hex
         self._sessions = itertools.count(1)
         self._front_ends: dict[str, _FrontEndState] = {}
+        #: By the name of the last session of each.
+        self._by_session: dict[str, _FrontEndState] = {}
         self._check_gap_s = timeout_s / CHECKS_PER_TIMEOUT
         self._stalls = OwnStalls(clock(), self._check_gap_s)
         self.loops = SessionLoops(socket, self._received)
@@ -583,9 +585,7 @@ class FrontEndServer:
         if isinstance(message, m.FrontEndRegister):
             self._register(identity, message)
             return
-        known = (f for f in self._front_ends.values() if f.talk.session == envelope.session)
-        front_end = next(known, None) if envelope.session else None
-        if front_end is None:
+        if (front_end := self._by_session.get(envelope.session)) is None:
             self._request_reregister(identity, envelope.session)
             return
         front_end.identity = identity
@@ -631,6 +631,7 @@ class FrontEndServer:
             return None
         # Anyone can invent names: front ends that are gone are removed.
         self._front_ends = {n: f for n, f in self._front_ends.items() if f.live}
+        self._by_session = {f.talk.session: f for f in self._front_ends.values()}
         if len(self._front_ends) < MOST_FRONT_ENDS:
             return None
         return (
@@ -647,7 +648,9 @@ class FrontEndServer:
                 case Action.CHECK_GROUP:
                     self._on(front_end, Event.GROUP_COMPLETE)
                 case Action.OPEN_SESSION:
+                    self._by_session.pop(front_end.talk.session, None)
                     front_end.talk = Channel(f"{self._epoch}-{next(self._sessions):08}")
+                    self._by_session[front_end.talk.session] = front_end
                     front_end.heard_s = self._clock()
                     self._send_registered(front_end)
                 case Action.RESEND_REGISTERED:
