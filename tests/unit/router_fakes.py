@@ -218,6 +218,17 @@ class FakeEngine:
                 seen = len(self.received)
                 await self.more_than(seen)
 
+    def named_peers(self) -> list[cluster.EngineAddress]:
+        """Return the peers that the router has named to this engine, in order."""
+        named = []
+        for message in self.received:
+            match message:
+                case control.PeerUp():
+                    named.append(message.address)
+                case control.Assign() if message.peer is not None:
+                    named.append(message.peer)
+        return named
+
     async def more_than(self, count: int) -> None:
         """Wait until more than ``count`` messages have been received."""
         while len(self.received) <= count:
@@ -321,6 +332,8 @@ class FakeEngine:
                 self._say_withheld()
                 self.send(control.Synced(call_id=message.call_id))
             case request_messages.Assign():
+                if (peer := message.peer) is not None:
+                    self.writers[peer.epoch] = peer.writer
                 self.tenants[message.request_id] = message.tokens
                 self.keys[message.request_id] = message.keys
                 if message.reserve_blocks > self.buffer_blocks:

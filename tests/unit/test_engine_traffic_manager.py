@@ -14,6 +14,7 @@ from tests.stored_runs import read_run, stored_head
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
+    Assign,
     Failed,
     Lookup,
     LookupDone,
@@ -388,6 +389,40 @@ def test_a_decode_transfer_stores_the_new_blocks_under_the_keys_of_the_assignmen
     assert report.counters[Counter.PERSISTED_BLOCKS.value] == 3, "the order is carried out once"
     assert report.load.cached_buffer_tokens == 5 * GEOMETRY.block_tokens
     assert_whole(cluster)
+
+
+def test_commands_on_a_request_that_is_over_are_refused_for_they_have_no_keys(
+    cluster: ToyCluster,
+) -> None:
+    keys = prompt_keys(TOKENS)
+    cluster.store(keys[:4])
+    cluster.de.assign("r", TOKENS, BLOCKS, keys)
+    run = four_hits(cluster.de.answer(Reserved, "r").slots)
+    cluster.de.command(Release("r", "client left"))
+    cluster.de.answer(Released, "r")
+    cluster.de.command(Read("r", run, 0, GUARD_S))
+    assert "its assignment here has 0 keys" in cluster.de.answer(Failed, "r").reason
+    cluster.de.command(Persist("r", 4, 5))
+    assert cluster.de.report().counters[Counter.PERSIST_DROPPED_BLOCKS.value] == 1
+    assert_whole(cluster)
+
+
+def test_a_read_beyond_the_keys_of_an_assignment_is_refused(cluster: ToyCluster) -> None:
+    cluster.de.assign("r", TOKENS, BLOCKS, prompt_keys(TOKENS)[:5])
+    run = four_hits(cluster.de.answer(Reserved, "r").slots)
+    cluster.de.command(Read("r", run, 2, GUARD_S))
+    assert "its assignment here has 3 keys" in cluster.de.answer(Failed, "r").reason
+
+
+def test_blocks_that_were_not_looked_up_count_as_used_with_the_assignment(
+    cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[BlockKey] = []
+    monkeypatch.setattr(cluster.storage, "used", used.append)
+    keys = prompt_keys(TOKENS)
+    cluster.de.command(Assign("r", TOKENS, BLOCKS, tuple(keys), used_blocks=3))
+    cluster.de.command(Assign("s", TOKENS, 0, tuple(keys)))
+    assert used == [keys[2]]
 
 
 def test_the_transfer_of_a_request_that_is_over_stores_nothing(cluster: ToyCluster) -> None:

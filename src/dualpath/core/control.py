@@ -92,6 +92,8 @@ class Assign(Message, frozen=True, tag=True):
     HBM.  The DE then also reserves HBM for the prompt and for ``hbm_new_tokens`` generated tokens,
     FIFO after the slots; ``Reserved`` names its blocks.
 
+    ``peer`` is named as by ``PeerUp`` before anything else of this message.
+
     ``used_blocks`` > 0: storage counts the first so many blocks of the prompt as used now, which it
     does for each look-up.  The router knows that they are stored without one.
     """
@@ -105,6 +107,7 @@ class Assign(Message, frozen=True, tag=True):
     hbm_prompt_tokens: int = 0
     hbm_new_tokens: int = 0
     used_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    peer: EngineAddress | None = None
 
 
 class ReservationWaits(Message, frozen=True, tag=True):
@@ -358,9 +361,10 @@ class Ack(Message, frozen=True, tag=True):
 class PeerUp(Message, frozen=True, tag=True):
     """An engine of the other role with which this engine shares a request.
 
-    Sent before the first ``Assign`` of such a request in a session, so that no message grows with
-    the number of engines.  A DE needs to know which process may write to its buffer; the agents in
-    its message have no metadata.  With a ``call_id`` it is answered with ``Synced``.
+    Each engine is named once in a session, with the first request that both share, so that no
+    message grows with the number of engines: by its ``Assign`` if there is one, else by this
+    message.  A DE needs to know which process may write to its buffer; the agents in its message
+    have no metadata.  With a ``call_id`` it is answered with ``Synced``.
     """
 
     address: EngineAddress

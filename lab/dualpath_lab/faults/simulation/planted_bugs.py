@@ -15,7 +15,7 @@ from unittest import mock
 import msgspec
 
 from dualpath.core.blocks import BlockKey, BlockOrigin, KeyExtras, StoreNamespace, block_keys
-from dualpath.core.cluster import HostProcess, Role
+from dualpath.core.cluster import EngineAddress, HostProcess, Role
 from dualpath.core.control import Envelope, GrantRead, Register, Release
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.runs import HitRun
@@ -637,15 +637,15 @@ _add_called, _behind = ActiveRequests.add_called, GrantRead.behind
 
 
 def _named_to_prefill_only(
-    self: ControlServer, engine_id: str, peer_id: str, call_id: int = 0
-) -> bool:
-    """``ControlServer.name_peer`` that names no PE to a DE."""
+    self: ControlServer, engine_id: str, peer_id: str
+) -> EngineAddress | None:
+    """``ControlServer.unnamed_peer`` that names no PE to a DE."""
     engine = self._registry.live(engine_id)
     is_prefill = engine is not None and engine.role is Role.PREFILL
-    return is_prefill and _name_peer(self, engine_id, peer_id, call_id)
+    return _unnamed_peer(self, engine_id, peer_id) if is_prefill else None
 
 
-_name_peer = ControlServer.name_peer
+_unnamed_peer = ControlServer.unnamed_peer
 
 
 def _agents_of_any_process(self: Peers, engine_id: str, epoch: str) -> tuple[str, ...]:
@@ -686,7 +686,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     ),
     "writer-unnamed": PlantedBug(
         "a DE is not sent which PEs may write to its buffer",
-        replaced(ControlServer, "name_peer", _named_to_prefill_only),
+        replaced(ControlServer, "unnamed_peer", _named_to_prefill_only),
     ),
     "silence-ignored": PlantedBug(
         "a silent engine is not declared lost",

@@ -332,6 +332,8 @@ class TrafficManager:
         Raises ``BadRequestError`` if an earlier request of this id is still here,
         ``BufferTooSmallError`` for more slots than the buffer has.
         """
+        if message.peer is not None:
+            self._rank.peer_up(message.peer)
         known = (self.active.is_known, self.buffer.has_request, self.reserved_hbm.has_request)
         if any(here(message.request_id) for here in known):
             raise BadRequestError(

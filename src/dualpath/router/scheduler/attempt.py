@@ -743,16 +743,19 @@ class EngineAttempt(AttemptChannel):
         scheduler, tokens = self._scheduler, self._assignment.at(engine.role).tokens
         used_blocks = self._stored_blocks if self._known and engine.role is Role.DECODE else 0
         self._assigned.add(engine.engine_id)
+        server, peer = scheduler.server, None
         if scheduler.moves_bytes and not self._appends:
             prefill = engine.role is Role.PREFILL
-            peer = self._decode_engine if prefill else self._prefill_engine
-            scheduler.server.name_peer(engine.engine_id, peer.engine_id)
-        number = scheduler.server.send_numbered(
+            other = self._decode_engine if prefill else self._prefill_engine
+            peer = server.unnamed_peer(engine.engine_id, other.engine_id)
+        number = server.send_numbered(
             engine.engine_id,
-            msgspec.structs.replace(assign, tokens=tokens, used_blocks=used_blocks),
+            msgspec.structs.replace(assign, tokens=tokens, used_blocks=used_blocks, peer=peer),
         )
         if number is not None:
             scheduler.dispatch.assign_sent(engine.engine_id, self.attempt_id, number)
+            if peer is not None:
+                server.peer_named(engine.engine_id, peer, number)
 
     def _recompute(self, blocks: int, reason: str) -> None:
         if not blocks:

@@ -17,7 +17,7 @@ import msgspec
 
 from dualpath.core import control
 from dualpath.core import control as envelopes
-from dualpath.core.cluster import AgentAddress, HostProcess, Role, Writer
+from dualpath.core.cluster import AgentAddress, EngineAddress, HostProcess, Role, Writer
 from dualpath.core.control import LivenessProbe, PeerDown, RouterMessage
 from dualpath.core.errors import EngineRefusedError, IncompatibleError
 from dualpath.core.names import in_one_line
@@ -356,19 +356,28 @@ class ControlServer:
 
         False if it was named before; ``call_id`` is as in ``PeerUp``.
         """
-        peer, engine = self._registry.get(peer_id), self._registry.get(engine_id)
-        if peer is None or engine is None or not engine.has_session:
+        if (address := self.unnamed_peer(engine_id, peer_id)) is None:
             return False
-        if self._named.number(engine_id, peer.info.writer) is not None:
-            return False
-        address = peer.address
-        if engine.info.role is Role.DECODE:
-            agents = tuple(AgentAddress(one.agent, b"", ()) for one in address.agents)
-            address = msgspec.structs.replace(address, agents=agents)
         number = self.send_numbered(engine_id, control.PeerUp(address, call_id))
         assert number is not None, "an engine with a session is sent everything"
-        self._named.named(engine_id, peer.info.writer, number)
+        self.peer_named(engine_id, address, number)
         return True
+
+    def unnamed_peer(self, engine_id: str, peer_id: str) -> EngineAddress | None:
+        """Return the address by which a peer has to be named to an engine; None if it was named."""
+        peer, engine = self._registry.get(peer_id), self._registry.get(engine_id)
+        if peer is None or engine is None or not engine.has_session:
+            return None
+        if self._named.number(engine_id, peer.info.writer) is not None:
+            return None
+        if engine.info.role is not Role.DECODE:
+            return peer.address
+        agents = tuple(AgentAddress(one.agent, b"", ()) for one in peer.address.agents)
+        return msgspec.structs.replace(peer.address, agents=agents)
+
+    def peer_named(self, engine_id: str, address: EngineAddress, number: int) -> None:
+        """Note that the message of this number has named a peer to an engine."""
+        self._named.named(engine_id, address.writer, number)
 
     def knows_peer(self, engine_id: str, peer_id: str) -> bool:
         """Whether an engine is known to have received which process a peer is.
