@@ -162,6 +162,16 @@ def test_a_request_that_goes_on_behind_a_stored_chain_makes_it_unknown_at_once()
     assert (made.known("abcDEx"), made.known("abcDx")) == (5, None)
 
 
+def test_a_report_that_comes_when_the_next_turn_has_begun_makes_nothing_known() -> None:
+    made = Chains()
+    made.writes("abc", 0)
+    made.writes("abcD", 4)
+    made.stored("abc", "D", 4)
+    assert made.known("abcDEf") is None, "the answer may be stored already"
+    made.stored("abcD", "E", 1)
+    assert made.known("abcDEf") == 5
+
+
 def test_after_a_while_chains_are_looked_up() -> None:
     made = Chains()
     made.writes("abc", 0)

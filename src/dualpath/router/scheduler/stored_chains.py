@@ -144,11 +144,21 @@ class StoredChains:
         tail = self._tails.last([key])
         if tail is None or not _is_trusted(tail, now_s) or len(keys) - end > MOST_UNSTORED_BLOCKS:
             return None
-        # Another request with the same prompt may be writing what follows here.
-        beside = self._writers.last([tail.tail])
-        if beside is None or len(beside) == MOST_WRITERS:
-            return None
-        return end if all(one.stored_s is not None for one in beside) else None
+        return end if self._all_reported(keys[:end], tail.tail) else None
+
+    def _all_reported(self, keys: Sequence[BlockKey], prompt_tail: BlockKey) -> bool:
+        """Whether all that may write behind a chain of ``keys`` has been reported.
+
+        A request with the same prompt, or with a part of its answer, may generate what follows.
+        """
+        for key in reversed(keys):
+            writers = self._writers.last([key]) or ()
+            known = 0 < len(writers) < MOST_WRITERS
+            if not known or any(writer.stored_s is None for writer in writers):
+                return False
+            if key == prompt_tail:
+                return True
+        return False
 
     def _add(self, key: BlockKey, writer: _Writer, others: Sequence[_Writer]) -> None:
         """Remember the other writers of a block behind its latest one."""
