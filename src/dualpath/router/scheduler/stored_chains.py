@@ -22,12 +22,10 @@ from dualpath.core.blocks import BlockKey
 from dualpath.core.control import StoredChain
 from dualpath.core.recent import Recent
 
-#: Blocks with remembered DEs, up to twice as many, at some 130 bytes each.
+#: Blocks with remembered DEs, and ends of chains, up to twice as many, at some 130 bytes each.
 _MOST_BLOCKS = 1 << 17
 #: DEs remembered per block: those of the latest requests with this prompt.
 MOST_WRITERS = 8
-#: Ends of chains, up to twice as many.
-_MOST_TAILS = 1 << 14
 #: For this long after its report the end of a chain is known without a look-up, in seconds.
 TRUST_S = 120.0
 #: With more blocks behind the known end a look-up costs nothing beside their computation.
@@ -44,13 +42,13 @@ class _Writer:
     ``known``: that was known without a look-up.  ``stored_s`` is when its chain was reported.
     """
 
-    __slots__ = ("engine_id", "known", "new_blocks", "reported", "stored_s", "tail")
+    __slots__ = ("credible", "engine_id", "known", "new_blocks", "stored_s", "tail")
 
     def __init__(self, engine_id: str, tail: BlockKey, new_blocks: int, *, known: bool) -> None:
         self.engine_id, self.tail, self.new_blocks, self.known = engine_id, tail, new_blocks, known
         self.stored_s: float | None = None
-        #: False if its report could be that of another request.
-        self.reported = True
+        #: False if its chain has a gap, or its report could be that of another request.
+        self.credible = True
 
 
 class StoredChains:
@@ -77,7 +75,7 @@ class StoredChains:
 
     def clear(self) -> None:
         """Drop all blocks: the weights have changed, and with them what is stored."""
-        self._writers, self._tails = Recent(_MOST_BLOCKS), Recent(_MOST_TAILS)
+        self._writers, self._tails = Recent(_MOST_BLOCKS), Recent(_MOST_BLOCKS)
 
     def note(
         self,
@@ -97,28 +95,31 @@ class StoredChains:
             return
         noted = keys[first:] or keys[-1:]
         writer = _Writer(engine_id, keys[-1], len(keys) - max(first, stored_blocks), known=known)
-        writer.reported = first <= stored_blocks  # Else its chain has a gap.
+        writer.credible = first <= stored_blocks
         again = {key: self._writers.last([key]) or () for key in noted if key in self._writers}
         self._writers.note(noted, (writer,))
         for key, writers in again.items():
             self._tails.remove(key)
-            self._add(key, writer, writers)
-            for one in (writer, *writers):
-                one.known = False  # One of them finds stored what the other has written.
+            self._writers.note([key], (writer, *writers)[:MOST_WRITERS])
+            for one in writers:
+                # One of them finds stored what the other has written.
+                one.known = writer.known = False
+                if one.stored_s is None and _names(one) == _names(writer):
+                    one.credible = writer.credible = False
 
     def stored(self, engine_id: str, chain: StoredChain) -> None:
         """Take a DE's report of a chain that is stored."""
         writers = self._writers.last([chain.prompt_tail]) or ()
         own = (w for w in writers if (w.engine_id, w.tail) == (engine_id, chain.prompt_tail))
         writer = next((w for w in own if w.stored_s is None), None)
-        if writer is None or not writer.reported:
+        if writer is None or not writer.credible:
             return
         writer.stored_s = self._clock()
         for key in chain.generated:
+            # Others are those of later turns.
             others = self._writers.last([key]) or ()
             self._tails.remove(key)
-            self._writers.note([key], (writer,))
-            self._add(key, writer, others)
+            self._writers.note([key], (*others, writer)[:MOST_WRITERS])
         expected_blocks = writer.new_blocks + len(chain.generated)
         if chain.new_blocks == expected_blocks:
             prompt = [chain.prompt_tail] if writer.new_blocks else []
@@ -160,15 +161,6 @@ class StoredChains:
                 return True
         return False
 
-    def _add(self, key: BlockKey, writer: _Writer, others: Sequence[_Writer]) -> None:
-        """Remember the other writers of a block behind its latest one."""
-        # A report names an engine and a prompt.
-        same = [w for w in others if w.stored_s is None and _names(w) == _names(writer)]
-        for other in (writer, *same) if same else ():
-            other.reported = False
-        if others:
-            self._writers.note([key], (writer, *others)[:MOST_WRITERS])
-
     def _was_too_short(self, now_s: float) -> None:
         if now_s - self._last_short_s > LAST_PAUSE_S:
             self._pause_s = FIRST_PAUSE_S
@@ -182,4 +174,5 @@ def _is_trusted(writer: _Writer, now_s: float) -> bool:
 
 
 def _names(writer: _Writer) -> tuple[str, BlockKey]:
+    """Return what identifies the request of a report."""
     return writer.engine_id, writer.tail
