@@ -10,6 +10,7 @@ from tests.unit.router_fakes import NAMESPACE, FakeEngine, expected, job, keys_o
 from dualpath.core.control import Assign, Lookup, StoredChain
 from dualpath.router.scheduler.stored_chains import (
     FIRST_PAUSE_S,
+    LOOK_UP_S,
     MOST_UNSTORED_BLOCKS,
     TRUST_S,
     StoredChains,
@@ -32,16 +33,15 @@ class Chains:
         self, prompt: str, stored: int, engine: str = "d0", *, first: int | None = None
     ) -> None:
         """A prompt of which so many blocks were looked up as stored is complete at a DE."""
-        self._note(prompt, stored, engine, stored if first is None else first, known=False)
+        first = stored if first is None else first
+        self.chains.note(chain(prompt), first, stored, engine)
 
     def writes_without_look_up(self, prompt: str, engine: str = "d0") -> None:
         """As ``writes``, of a prompt of which the scheduler has known what is stored."""
         end = self.known(prompt)
         assert end is not None
-        self._note(prompt, end, engine, end, known=end < len(prompt))
-
-    def _note(self, prompt: str, stored: int, engine: str, first: int, *, known: bool) -> None:
-        self.chains.note(chain(prompt), first, stored, engine, known=known)
+        keys = chain(prompt)
+        self.chains.note(keys, end, end, engine, known=True, whole=end == len(keys))
 
     def stored(self, prompt: str, answer: str, new_blocks: int, engine: str = "d0") -> None:
         """A DE reports that it has stored the blocks of a prompt and its answer."""
@@ -180,6 +180,25 @@ def test_after_a_while_chains_are_looked_up() -> None:
     assert made.known("abcDe") == 4
     made.now_s += 1
     assert made.known("abcDe") is None
+
+
+def test_a_chain_that_goes_on_is_looked_up_from_time_to_time() -> None:
+    """No read shows that storage has lost its blocks while DRAM has them."""
+    made, prompt = Chains(), "a"
+    made.writes(prompt, 0)
+    turns = 0
+    while made.now_s <= LOOK_UP_S:
+        made.stored(prompt, "B", 2)
+        made.now_s += int(TRUST_S)
+        prompt += "Bc"
+        if made.now_s <= LOOK_UP_S:
+            turns += 1
+            made.writes_without_look_up(prompt)
+    assert turns == LOOK_UP_S / TRUST_S
+    assert made.known(prompt) is None
+    made.writes(prompt, len(prompt) - 1)
+    made.stored(prompt, "B", 2)
+    assert made.known(prompt + "Bc") == len(prompt) + 1
 
 
 def test_a_long_prompt_behind_a_known_end_is_looked_up() -> None:

@@ -819,7 +819,8 @@ class EngineAttempt(AttemptChannel):
         self._scheduler.chains.note(
             *(self._order.keys, self._first_unstored_block(), self._stored_blocks),
             self._decode_engine.engine_id,
-            known=self._known and self._stored_blocks < len(self._hit_keys()),
+            known=self._known,
+            whole=self._stored_blocks == len(self._hit_keys()),
         )
         if self._order.handover or self._loaded.de_hbm_blocks:
             self._persist()

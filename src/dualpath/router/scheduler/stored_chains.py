@@ -8,8 +8,9 @@ stored if all its writers have reported and the blocks behind were new when they
 This is a belief.  Storage is shared with other schedulers, and its janitor removes blocks:
 
 * *Too much* costs a read that ends early: the reader verifies each block, and what is missing is
-  computed, as it would have been after a look-up.  A tail is known for ``TRUST_S``, which is less
-  than storage protects blocks that were just used.
+  computed, as it would have been after a look-up.  The end of a chain is known for ``TRUST_S``,
+  which is less than storage protects blocks that were just used.  While DRAM has the blocks no read
+  shows that storage has lost them, so a chain is looked up at least every ``LOOK_UP_S``.
 * *Too little* costs the computation of blocks that are stored, of ``MOST_UNSTORED_BLOCKS`` at most.
   It happens where another scheduler's engines have continued the chain.  The DE then finds blocks
   stored that it is to write: their chain is looked up at the next turn, and so are all others for
@@ -28,6 +29,8 @@ _MOST_BLOCKS = 1 << 17
 MOST_WRITERS = 8
 #: For this long after its report the end of a chain is known without a look-up, in seconds.
 TRUST_S = 120.0
+#: A chain that goes on is looked up at least so often, in seconds.
+LOOK_UP_S = 600.0
 #: With more blocks behind the known end a look-up costs nothing beside their computation.
 MOST_UNSTORED_BLOCKS = 64
 #: After an answer that was too short all prompts are looked up for this long; each time twice as
@@ -39,13 +42,26 @@ class _Writer:
     """A request that writes a chain at a DE.
 
     ``new_blocks`` of its prompt are believed not to be stored, ``tail`` is the prompt's last key.
-    ``known``: that was known without a look-up.  ``stored_s`` is when its chain was reported.
+    ``alone``: that is by what this scheduler knows, and no other request writes these blocks.
+    ``looked_up_s`` is when an engine has looked the chain up, ``stored_s`` when it was reported.
     """
 
-    __slots__ = ("credible", "engine_id", "known", "new_blocks", "stored_s", "tail")
+    __slots__ = (
+        *("alone", "credible", "engine_id", "looked_up_s", "new_blocks"),
+        *("stored_s", "tail"),
+    )
 
-    def __init__(self, engine_id: str, tail: BlockKey, new_blocks: int, *, known: bool) -> None:
-        self.engine_id, self.tail, self.new_blocks, self.known = engine_id, tail, new_blocks, known
+    def __init__(
+        self,
+        engine_id: str,
+        tail: BlockKey,
+        new_blocks: int,
+        looked_up_s: float,
+        *,
+        alone: bool,
+    ) -> None:
+        self.engine_id, self.tail, self.new_blocks = engine_id, tail, new_blocks
+        self.looked_up_s, self.alone = looked_up_s, alone
         self.stored_s: float | None = None
         #: False if its chain has a gap, or its report could be that of another request.
         self.credible = True
@@ -85,16 +101,23 @@ class StoredChains:
         engine_id: str,
         *,
         known: bool = False,
+        whole: bool = False,
     ) -> None:
         """A DE is about to write a prompt's blocks from ``first`` on, and blocks behind its last.
 
-        ``stored_blocks`` are believed to be stored.  ``known``: they, and that no more of the
-        prompt are, without a look-up.
+        ``stored_blocks`` are believed to be stored, ``known`` by ``end`` without a look-up, and
+        ``whole`` if more could be no hit.
         """
         if not keys:
             return
-        noted = keys[first:] or keys[-1:]
-        writer = _Writer(engine_id, keys[-1], len(keys) - max(first, stored_blocks), known=known)
+        noted, looked_up_s = keys[first:] or keys[-1:], self._clock()
+        if known:
+            before = self._writers.last(keys[max(stored_blocks - 1, 0) : stored_blocks]) or ()
+            looked_up_s = max((one.looked_up_s for one in before), default=float("-inf"))
+        writer = _Writer(
+            *(engine_id, keys[-1], len(keys) - max(first, stored_blocks), looked_up_s),
+            alone=known and not whole,
+        )
         writer.credible = first <= stored_blocks
         again = {key: self._writers.last([key]) or () for key in noted if key in self._writers}
         self._writers.note(noted, (writer,))
@@ -103,7 +126,7 @@ class StoredChains:
             self._writers.note([key], (writer, *writers)[:MOST_WRITERS])
             for one in writers:
                 # One of them finds stored what the other has written.
-                one.known = writer.known = False
+                one.alone = writer.alone = False
                 if one.stored_s is None and _names(one) == _names(writer):
                     one.credible = writer.credible = False
 
@@ -124,7 +147,7 @@ class StoredChains:
         if chain.new_blocks == expected_blocks:
             prompt = [chain.prompt_tail] if writer.new_blocks else []
             self._tails.note([*prompt, *chain.generated], writer)
-        elif chain.new_blocks < expected_blocks and writer.known:
+        elif chain.new_blocks < expected_blocks and writer.alone:
             self._was_too_short(writer.stored_s)
 
     def of(self, keys: Sequence[BlockKey]) -> tuple[str, ...]:
@@ -170,7 +193,9 @@ class StoredChains:
 
 
 def _is_trusted(writer: _Writer, now_s: float) -> bool:
-    return writer.stored_s is not None and now_s - writer.stored_s <= TRUST_S
+    stored_s = writer.stored_s
+    fresh = stored_s is not None and now_s - stored_s <= TRUST_S
+    return fresh and now_s - writer.looked_up_s <= LOOK_UP_S
 
 
 def _names(writer: _Writer) -> tuple[str, BlockKey]:
