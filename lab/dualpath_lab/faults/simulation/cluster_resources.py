@@ -163,7 +163,8 @@ class ClusterResources:
     ) -> str | None:
         """Return what is wrong if the first ``end`` blocks of a chain are believed to be stored.
 
-        Some may have been removed, and those of another unit may follow.
+        Some may have been removed, or refused in the middle of a chain, which a look-up need not
+        notice; and those of another unit may follow.
         """
         folder = f"/{namespace_name(namespace)}/"
         stored = {key_of(path) for path, _ in self.disk.blocks() if folder in path}
