@@ -260,9 +260,11 @@ class ToyEngine:
             self._kept.append(self.outbox.get_nowait())
         return [m for m in self._kept if isinstance(m, kind)]
 
-    def assign(self, request_id: str, tokens: int, blocks: int) -> None:
-        """Assign a request and ask for buffer."""
-        self.command(Assign(request_id=request_id, tokens=tokens, reserve_blocks=blocks))
+    def assign(
+        self, request_id: str, tokens: int, blocks: int, keys: Sequence[BlockKey] = ()
+    ) -> None:
+        """Assign a request with these keys and ask for buffer."""
+        self.command(Assign(request_id, tokens, blocks, tuple(keys)))
 
     def report(self) -> Report:
         """Return the current load."""
@@ -354,21 +356,22 @@ class ToyCluster:
         """Reserve, read the first ``pe_hits`` blocks on the PE and the next on the DE."""
         de = self.decode[decode]
         blocks = self.geometry.blocks_for(prompt_tokens)
-        de.assign(request_id, prompt_tokens, blocks)
+        full = new_full_blocks(0, prompt_tokens, self.geometry.block_tokens)
+        de.assign(request_id, prompt_tokens, blocks, keys[:full])
         de_slots = de.answer(Reserved, request_id).slots
         hits: list[HitRun] = []
         whole_from = self.geometry.whole_from(pe_hits + de_hits)
-        self.pe.assign(request_id, prompt_tokens, pe_hits)
+        self.pe.assign(request_id, prompt_tokens, pe_hits, keys[:pe_hits])
         if pe_hits:
             slots = self.pe.answer(Reserved, request_id).slots
             run = HitRun(Role.PREFILL, BlockRun(0, pe_hits), slots)
             hits.append(run.whole_behind(whole_from))
-            self._read(self.pe, request_id, hits[-1], keys)
+            self._read(self.pe, request_id, hits[-1])
         if de_hits:
             slots = de_slots[pe_hits : pe_hits + de_hits]
             run = HitRun(Role.DECODE, BlockRun(pe_hits, de_hits), slots)
             hits.append(run.whole_behind(whole_from))
-            de_slots = self._read(de, request_id, hits[-1], keys).slots
+            de_slots = self._read(de, request_id, hits[-1]).slots
         hit_blocks = pe_hits + de_hits
         return PrefillTransfer(
             request_id=request_id,
@@ -381,11 +384,8 @@ class ToyCluster:
             de_slots=de_slots,
         )
 
-    def _read(
-        self, engine: ToyEngine, request_id: str, run: HitRun, keys: Sequence[BlockKey]
-    ) -> ReadDone:
-        read = tuple(keys[run.blocks.first : run.blocks.end])
-        engine.command(Read(request_id=request_id, run=run, keys=read, deadline_s=GUARD_S))
+    def _read(self, engine: ToyEngine, request_id: str, run: HitRun) -> ReadDone:
+        engine.command(Read(request_id, run, run.blocks.first, GUARD_S))
         done = engine.answer(ReadDone, request_id)
         assert done.good_blocks == run.blocks.count, done
         return done
@@ -429,13 +429,7 @@ class ToyCluster:
     ) -> str | None:
         """Persist the prompt's new blocks and copy everything to the DE's HBM."""
         full = new_full_blocks(0, prefill_transfer.prompt_tokens, GEOMETRY.block_tokens)
-        self.de.command(
-            Persist(
-                request_id=prefill_transfer.request_id,
-                first_block=prefill_transfer.hit_blocks,
-                keys=tuple(keys[prefill_transfer.hit_blocks : full]),
-            )
-        )
+        self.de.command(Persist(prefill_transfer.request_id, prefill_transfer.hit_blocks, full))
         decode_transfer = DecodeTransfer(
             request_id=prefill_transfer.request_id,
             prompt_tokens=prefill_transfer.prompt_tokens,

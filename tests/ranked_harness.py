@@ -336,8 +336,7 @@ class RankedCluster(ToyCluster):
     ) -> list[str | None]:
         """Persist the prompt's new blocks and copy all into every rank's HBM; return errors."""
         full = new_full_blocks(0, transfer.prompt_tokens, GEOMETRY.block_tokens)
-        new = tuple(keys[transfer.hit_blocks : full])
-        self.de.command(Persist(transfer.request_id, transfer.hit_blocks, new))
+        self.de.command(Persist(transfer.request_id, transfer.hit_blocks, full))
         waiting = DecodeTransfer(transfer.request_id, transfer.prompt_tokens, transfer.de_slots)
 
         def fill(rank: int) -> str | None:

@@ -235,11 +235,11 @@ def append_hit(
     slots = granted.slots
     if granted.cached_blocks < count:
         run = HitRun(Role.DECODE, BlockRun(0, count), slots)
-        de.command(Read(request_id, run, tuple(keys), GUARD_S))
+        de.command(Read(request_id, run, 0, GUARD_S))
         done = de.answer(ReadDone, request_id)
         assert done.good_blocks == count
         slots = done.slots
-    de.command(Persist(request_id, count, (), hit_keys=tuple(keys)))
+    de.command(Persist(request_id, count, count))
     return granted.cached_blocks, slots
 
 

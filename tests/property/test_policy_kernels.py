@@ -253,12 +253,12 @@ def test_no_other_cut_of_a_hit_ends_earlier(rule, hit, queues, thresholds, limit
         queue, read_per_s = pe_queue + de_queue, 2 * read_per_s
 
     def compute_s(recomputed: int) -> float:
-        return weight.tokens(cached + unread - recomputed, recomputed) / prompt_per_s
+        return float(weight.tokens(cached + unread - recomputed, recomputed) / prompt_per_s)
 
     def end_s(loaded: int) -> float:
         busy_s = computing * computed_weight / prompt_per_s
         load_s = (queue + loaded) / read_per_s if loaded else 0.0
-        return max(busy_s, load_s) + compute_s(unread - loaded)
+        return float(max(busy_s, load_s) + compute_s(unread - loaded))
 
     assert 0 <= cut <= unread
     assert cut == 0 or ((unread - cut) % 64 == 0 and compute_s(cut) <= limit_s)

@@ -59,7 +59,7 @@ def test_only_retained_blocks_are_fetched(steps) -> None:
                 assert not queue.keys
             case chain, blocks, retain_s, fetch:
                 keys = chain[:blocks]
-                retention.apply(Retain(keys, retain_s, fetch=fetch), now_s * S)
+                retention.apply(Retain(b"", keys, retain_s, fetch=fetch), now_s * S)
                 ends_s = {key: now_s + retain_s for key in keys}
                 if retain_s:
                     until_s |= {k: max(end_s, until_s.get(k, 0)) for k, end_s in ends_s.items()}

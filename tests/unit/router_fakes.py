@@ -19,10 +19,8 @@ from dualpath.core import control as envelopes
 from dualpath.core import control as request_messages
 from dualpath.core.blocks import (
     BlockGeometry,
-    BlockOrigin,
     StoreNamespace,
     block_keys,
-    chain_root,
 )
 from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.control import Message
@@ -102,7 +100,7 @@ class FakeEngine:
         self.version = control.PROTOCOL_VERSION
         self.generation = 0
         self.read_limit: Callable[[request_messages.Read], tuple[int, str | None]] = lambda read: (
-            len(read.keys),
+            read.run.blocks.count,
             None,
         )
         self.unanswered: set[type] = set()
@@ -116,6 +114,8 @@ class FakeEngine:
         #: Why it serves no part of hits of other engines' requests.
         self.third_refusal = ""
         self.heartbeats = True
+        #: Whether its reports of stored chains arrive; they may be lost.
+        self.reports_stored = False
         #: ``KvInHbm`` is late: the router has it only with the answer to its next ``Sync``.
         self.tokens_come_first = False
         self.counters: dict[str, float] = {}
@@ -150,7 +150,7 @@ class FakeEngine:
         self.called: set[str] = set()
         self.keys: dict[str, tuple[bytes, ...]] = {}
         #: Reads that begin with a grant, and requests of which the router knows that they wait.
-        self.reads: dict[str, tuple[request_messages.GrantRead, tuple[bytes, ...]]] = {}
+        self.reads: dict[str, request_messages.GrantRead] = {}
         self.announced: set[str] = set()
         self.taken: set[tuple[str, int]] = set()
         self.kv_in_hbm: set[str] = set()
@@ -158,6 +158,8 @@ class FakeEngine:
         self.events: list[control.KvInHbm | control.RequestOver] = []
         self.served: set[str] = set()
         self.persisted: set[str] = set()
+        self.new_blocks: dict[str, int] = {}
+        self.chains: list[control.StoredChain] = []
         self.report_seq = 0
         self.writers = {}
         self.connection = network.connect()
@@ -227,6 +229,17 @@ class FakeEngine:
                 seen = len(self.received)
                 await self.more_than(seen)
 
+    def named_peers(self) -> list[cluster.EngineAddress]:
+        """Return the peers that the router has named to this engine, in order."""
+        named = []
+        for message in self.received:
+            match message:
+                case control.PeerUp():
+                    named.append(message.address)
+                case control.Assign() if message.peer is not None:
+                    named.append(message.peer)
+        return named
+
     async def more_than(self, count: int) -> None:
         """Wait until more than ``count`` messages have been received."""
         while len(self.received) <= count:
@@ -255,8 +268,10 @@ class FakeEngine:
         self.report_seq += 1
         self.steps += not self.core_hangs
         events, self.events = tuple(self.events), []
+        chains, self.chains = tuple(self.chains), []
         return control.Report(
             report_seq=self.report_seq,
+            stored=chains if self.reports_stored else (),
             load=control.Load(
                 unfinished_requests=len(self.tenants),
                 unfinished_tokens=sum(self.tenants.values()),
@@ -329,6 +344,8 @@ class FakeEngine:
                 self._say_withheld()
                 self.send(control.Synced(call_id=message.call_id))
             case request_messages.Assign():
+                if (peer := message.peer) is not None:
+                    self.writers[peer.epoch] = peer.writer
                 self.tenants[message.request_id] = message.tokens
                 self.keys[message.request_id] = message.keys
                 if message.reserve_blocks > self.buffer_blocks:
@@ -342,7 +359,7 @@ class FakeEngine:
                     self._fetch(message.request_id, message.fetch)
                 elif message.reserve_blocks:
                     if message.read is not None:
-                        self.reads[message.request_id] = message.read, message.keys
+                        self.reads[message.request_id] = message.read
                     self.waiting.append((message.request_id, message.reserve_blocks))
                     self._grant()
                     if message.request_id in self.reads:
@@ -372,7 +389,7 @@ class FakeEngine:
             for slot in slots:
                 self.content.pop(slot, None)
             self.leases[request_id] = slots
-            read, keys = self.reads.pop(request_id, (None, ()))
+            read = self.reads.pop(request_id, None)
             run = None if read is None else read.behind(0)
             if read is None or run is None or read.announced or request_id in self.announced:
                 self.send(
@@ -384,7 +401,7 @@ class FakeEngine:
                     request_messages.Read(
                         request_id,
                         run.with_slots(slots[read.first_slot : end]),
-                        keys[read.first_slot : end],
+                        read.first_slot,
                         read.deadline_s,
                     )
                 )
@@ -441,11 +458,12 @@ class FakeEngine:
         if slots is None:
             return
         good, reason = self.read_limit(read)
+        keys = self.keys[read.request_id][read.first_key :]
         for i in range(good):
-            assert read.keys[i] in self.stored
+            assert keys[i] in self.stored
             assert read.run.slots[i] in slots
             slot = read.run.slots[i]
-            self.content[slot] = read.keys[i]
+            self.content[slot] = keys[i]
             self.windowless -= {slot}
             self.windowless |= {slot} if i < read.run.windowless else set()
         self.send(
@@ -463,12 +481,14 @@ class FakeEngine:
     def _persist(self, message: request_messages.Persist) -> None:
         if message.request_id in self.persisted:
             return
+        keys = self.keys[message.request_id][message.first_block : message.blocks]
         if self.mode != "oracle":
             slots = self.leases[message.request_id][message.first_block :]
-            for slot, key in zip(slots, message.keys, strict=False):
+            for slot, key in zip(slots, keys, strict=False):
                 assert self.content[slot] == key
                 assert slot not in self.windowless
-        self.stored.update(message.keys)
+        self.new_blocks[message.request_id] = len({*keys} - self.stored)
+        self.stored.update(keys)
         self.persisted.add(message.request_id)
         self._free_if_over(message.request_id)
 
@@ -486,9 +506,8 @@ class FakeEngine:
         request_id, first = transfer.request_id, transfer.persist_from
         assert first is not None
         if (keys := self.keys.get(request_id)) is not None and request_id in self.tenants:
-            keys = keys[: len(transfer.slots)] if self.mode != "oracle" else keys
-            origin = BlockOrigin(keys[first - 1] if first else chain_root(), transfer.tenant)
-            order = request_messages.Persist(request_id, first, keys[first:], origin, keys[:first])
+            blocks = min(len(keys), len(transfer.slots)) if self.mode != "oracle" else len(keys)
+            order = request_messages.Persist(request_id, first, blocks, transfer.tenant)
             self._note(order)
             self._persist(order)
         self.kv_in_hbm.add(request_id)
@@ -502,6 +521,9 @@ class FakeEngine:
         """A request has ended at this DE, which releases it."""
         if request_id in self.served & self.persisted and request_id in self.tenants:
             self.tenants.pop(request_id)
+            if keys := self.keys[request_id]:
+                new_blocks = self.new_blocks[request_id]
+                self.chains.append(control.StoredChain(keys[-1], (), new_blocks))
             self.withheld.append(request_messages.RequestOver(request_id))
             if not self.tokens_come_first:
                 self._say_withheld()

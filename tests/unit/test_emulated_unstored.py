@@ -195,6 +195,7 @@ async def test_a_prefill_engine_has_what_storage_has_lost(
             known = engine.plane.manager._storage._known
             for _ in range(2):  # minutes later: look-ups ask storage again
                 known.age()
+        made.service.scheduler.chains.clear()  # The scheduler has them ask.
         manager = made.engines["prefill-0"].plane.manager
         monkeypatch.setattr(manager._tier, "send_changes", lambda: None)
         pool = manager.buffer._pool

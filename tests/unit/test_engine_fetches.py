@@ -13,7 +13,6 @@ from tests.engine_harness import GEOMETRY, ToyCluster, ToyEngine, full_block, kv
 from tests.guard import GUARD_S
 from tests.property.test_plan_order import traced
 
-from dualpath.core.blocks import BlockOrigin, chain_root
 from dualpath.core.control import (
     Assign,
     Fetch,
@@ -57,8 +56,7 @@ class Story:
         work = [(self.transfer, self.keys, BlockRun(0, BLOCKS), range(BLOCKS))]
         assert self.cluster.forward(work) == {}
         self.cluster.pe.command(Release(request_id, "prefilled"))
-        keys, root = tuple(self.keys[:FULL]), BlockOrigin(chain_root())
-        self.source.command(Persist(request_id, 0, keys, root))
+        self.source.command(Persist(request_id, 0, FULL))
 
     def fetch(
         self, request_id: str = "r", epoch: str = "epoch-1", engine: str = "de-0", blocks: int = 0

@@ -43,10 +43,10 @@ def assign(cluster: ToyCluster, name: str, order: GrantRead, blocks: int = BLOCK
 
 def cache(cluster: ToyCluster, blocks: int) -> None:
     """Let the DE cache the first blocks of the prompt."""
-    cluster.de.assign("former", TOKENS, BLOCKS)
+    cluster.de.assign("former", TOKENS, BLOCKS, KEYS)
     slots = cluster.de.answer(Reserved, "former").slots
     run = HitRun(Role.DECODE, BlockRun(0, blocks), slots[:blocks])
-    cluster.de.command(Read("former", run, KEYS[:blocks], GUARD_S))
+    cluster.de.command(Read("former", run, 0, GUARD_S))
     cluster.de.answer(ReadDone, "former")
     cluster.de.manager.buffer.cache_blocks("former", slots[:blocks], KEYS[:blocks], b"")
     cluster.de.command(Release("former", "it is over"))

@@ -10,7 +10,6 @@ import pytest
 from tests.engine_harness import GEOMETRY, ToyCluster, kv_bytes, prompt_keys
 from tests.guard import GUARD_S
 
-from dualpath.core.blocks import BlockOrigin
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Assign,
@@ -59,13 +58,14 @@ class Prompt:
                 self.request_id,
                 TOKENS,
                 DE_HITS,
+                tuple(self.keys),
                 hbm_prompt_tokens=TOKENS,
                 hbm_new_tokens=NEW_TOKENS,
             )
         )
         self.reserved = de.answer(Reserved, self.request_id)
         run = HitRun(Role.DECODE, BlockRun(0, DE_HITS), self.reserved.slots)
-        de.command(Read(self.request_id, run, tuple(self.keys[:DE_HITS]), GUARD_S))
+        de.command(Read(self.request_id, run, 0, GUARD_S))
         assert de.answer(ReadDone, self.request_id).good_blocks == DE_HITS
         self.hits = (run,)
         return self.reserved
@@ -89,16 +89,8 @@ class Prompt:
 
     def confirm(self) -> None:
         """State that all KV is there, and have the new blocks stored."""
-        self.cluster.de.command(
-            Persist(
-                self.request_id,
-                DE_HITS,
-                tuple(self.keys[DE_HITS:]),
-                BlockOrigin(self.keys[DE_HITS - 1]),
-                tuple(self.keys[:DE_HITS]),
-                self.hits,
-            )
-        )
+        persist = Persist(self.request_id, DE_HITS, len(self.keys), hits=self.hits)
+        self.cluster.de.command(persist)
 
     def load(self) -> None:
         """Send the request to the DE's engine, which loads the prompt."""
@@ -288,9 +280,7 @@ def test_hits_that_the_pe_has_sent_are_cached_from_hbm(cluster: ToyCluster) -> N
     prompt.reserve()
     prompt.prefill()
     keys = tuple(prompt.keys)
-    cluster.de.command(
-        Persist("r", BLOCKS - 1, keys[-1:], BlockOrigin(keys[-2]), keys[:-1], prompt.hits)
-    )
+    cluster.de.command(Persist("r", BLOCKS - 1, BLOCKS, hits=prompt.hits))
     cluster.de.held.wait_for_none()
     assert cluster.de.manager.persister.drain(GUARD_S)
     assert cluster.de.manager.buffer.missing(keys) == []

@@ -201,11 +201,10 @@ class HangingReads:
 
     def read(self, blocks: int) -> None:
         de, name = self.cluster.de, f"r{next(self.numbers)}"
-        de.assign(name, 4 * GEOMETRY.block_tokens, 4)
+        de.assign(name, 4 * GEOMETRY.block_tokens, 4, self.keys)
         slots = de.answer(Reserved).slots
         run = HitRun(Role.DECODE, BlockRun(0, blocks), slots[:blocks])
-        keys = tuple(self.keys[:blocks])
-        de.command(Read(request_id=name, run=run, keys=keys, deadline_s=GUARD_S))
+        de.command(Read(name, run, 0, GUARD_S))
         for _ in range(blocks):
             assert self.entered.acquire(timeout=GUARD_S)
 

@@ -53,7 +53,7 @@ def prefill(
 
 def take_over(cluster: RankedCluster, transfer: PrefillTransfer) -> list["queue.Queue[str | None]"]:
     """Have every rank copy a prompt into its HBM; return the results by rank."""
-    cluster.de.command(Persist("r", transfer.hit_blocks, tuple(KEYS[transfer.hit_blocks :])))
+    cluster.de.command(Persist("r", transfer.hit_blocks, len(KEYS)))
     waiting = DecodeTransfer("r", TOKENS, transfer.de_slots)
     over: list[queue.Queue[str | None]] = [queue.Queue() for _ in range(2)]
     for rank in range(2):

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import pytest
 from tests.engine_harness import GEOMETRY, full_block, prompt_keys
 
 from dualpath.core.blocks import BlockKey, chain_root
 from dualpath.core.control import Retain
+from dualpath.engine.buffer import dram_tier
 from dualpath.engine.buffer.block_buffer import BlockBuffer, with_parents
 from dualpath.engine.buffer.dram_tier import Retention
 
@@ -33,7 +35,7 @@ class Engine:
         now_s: int = 0,
         expected_s: float = 0.0,
     ) -> None:
-        self.retention.apply(Retain(keys, retain_s, expected_s=expected_s), now_s * S)
+        self.retention.apply(Retain(b"", keys, retain_s, expected_s=expected_s), now_s * S)
 
     def left(self) -> tuple[BlockKey, ...]:
         """Return the blocks that are left after a request takes two slots."""
@@ -138,7 +140,38 @@ def test_retention_is_limited_by_the_buffer() -> None:
 
 def test_retained_blocks_are_fetched_on_request() -> None:
     engine = Engine()
-    engine.retention.apply(Retain(KEYS[:6], 30.0, fetch=True), 0)
+    engine.retention.apply(Retain(b"", KEYS[:6], 30.0, fetch=True), 0)
     assert engine.fetched == [[*KEYS[:4]]]  # no more than the buffer holds
-    engine.retention.apply(Retain(KEYS[2:6], 30.0, fetch=True), 0)
+    engine.retention.apply(Retain(b"", KEYS[2:6], 30.0, fetch=True), 0)
     assert engine.fetched[1:] == [[*KEYS[2:4]]]  # nor blocks beyond the limit of retention
+
+
+def test_an_order_names_a_prompt_that_was_assigned_by_its_last_key() -> None:
+    engine = Engine()
+    engine.retention.assigned(OLD[:1])
+    engine.retention.apply(Retain(OLD[0], OLD[1:], 30.0), 0)
+    assert engine.left() == OLD
+
+
+def test_an_order_for_a_prompt_that_is_not_known_changes_nothing() -> None:
+    engine = Engine()
+    engine.retention.apply(Retain(OLD[0], OLD[1:], 30.0), 0)
+    engine.retention.assigned(OLD[:1])
+    engine.retention.end_session()
+    engine.retention.apply(Retain(OLD[0], OLD[1:], 30.0), 0)
+    assert engine.buffer.retained == 0
+    assert engine.left() == NEW
+
+
+def test_the_last_prompts_are_known_without_those_that_they_continue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dram_tier, "MOST_PROMPT_KEYS", 6)
+    engine = Engine()
+    retention = engine.retention
+    for prompt in (KEYS[:2], KEYS[:4], KEYS[6:7], KEYS[:4], (), KEYS):
+        retention.assigned(prompt)
+    assert retention._prompts == {KEYS[6]: KEYS[6:7], KEYS[3]: KEYS[:4]}
+    retention.assigned(KEYS[4:6])
+    assert retention._prompts == {KEYS[3]: KEYS[:4], KEYS[5]: KEYS[4:6]}
+    assert retention._prompt_keys == 6

@@ -10,7 +10,7 @@ from dualpath.core.control import Persist
 from dualpath.engine.buffer.block_buffer import BlockBuffer
 from dualpath.engine.buffer.hbm_reservations import HbmReservations
 from dualpath.engine.control.assigned_requests import ActiveRequests, ServedPrompts
-from dualpath.engine.io.persister import Persister, WriteTask
+from dualpath.engine.io.persister import ChainWrites, Persister, WriteTask
 from dualpath.engine.passes.pass_transfers import NoHolder
 from dualpath.engine.ranks.rank import Rank
 from dualpath.engine.threads import OS_THREADS, Health
@@ -42,14 +42,13 @@ def test_a_prompt_is_stored_and_cached_though_its_slots_are_freed_at_that_moment
         HbmReservations(None),
         lambda new, hits: None,
         NoHolder(),
+        ChainWrites(lambda chain: None),
         moves_bytes=True,
     )
     keys = block_keys(tuple(range(3 * GEOMETRY.block_tokens)), GEOMETRY.block_tokens)
-    active.add("r", 3 * GEOMETRY.block_tokens, OS_THREADS.now_ns())
+    active.add("r", 3 * GEOMETRY.block_tokens, OS_THREADS.now_ns(), keys)
     buffer.request("r", 3)
-    prompts.persist(
-        Persist(request_id="r", first_block=1, keys=tuple(keys[1:]), hit_keys=tuple(keys[:1]))
-    )
+    prompts.persist(Persist(request_id="r", first_block=1, blocks=3))
     (write,) = writes
     assert list(write.keys) == list(keys[1:])
     assert buffer.free < slots, "what is being written stays pinned"

@@ -79,7 +79,7 @@ def run_at(engine: ToyEngine, first: int, count: int, cached: int) -> HitRun:
         Role.PREFILL, BlockRun(first, count), granted.slots, cached=cached == count, third=name
     )
     if not run.cached:
-        engine.command(Read("r", run, tuple(keys), GUARD_S, KEYS[first - 1]))
+        engine.command(Read("r", run, 0, GUARD_S, KEYS[first - 1]))
         assert engine.answer(ReadDone, "r").good_blocks == count
     return run
 
@@ -89,13 +89,13 @@ def loaded(cluster: ToyCluster) -> PrefillTransfer:
     cluster.store(KEYS[:HITS])
     cache(cluster.decode[1], KEYS[:2])
     thirds = [run_at(cluster.decode[1], 0, 2, 2), run_at(cluster.decode[2], 2, 2, 0)]
-    cluster.de.assign("r", TOKENS, BLOCKS)
+    cluster.de.assign("r", TOKENS, BLOCKS, KEYS)
     de_slots = cluster.de.answer(Reserved, "r").slots
-    cluster.pe.assign("r", TOKENS, 1)
+    cluster.pe.assign("r", TOKENS, 1, KEYS)
     own = HitRun(Role.PREFILL, BlockRun(4, 1), cluster.pe.answer(Reserved, "r").slots)
     at_decode = HitRun(Role.DECODE, BlockRun(5, 1), de_slots[5:6])
-    cluster._read(cluster.pe, "r", own, KEYS)
-    cluster._read(cluster.de, "r", at_decode, KEYS)
+    cluster._read(cluster.pe, "r", own)
+    cluster._read(cluster.de, "r", at_decode)
     return PrefillTransfer(
         request_id="r",
         prompt_tokens=TOKENS,

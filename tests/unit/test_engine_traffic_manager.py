@@ -14,6 +14,7 @@ from tests.stored_runs import read_run, stored_head
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
+    Assign,
     Failed,
     Lookup,
     LookupDone,
@@ -73,9 +74,9 @@ def test_a_hole_in_a_chain_costs_one_read_and_is_known_afterwards(cluster: ToyCl
     cluster.store([keys[0], keys[1], keys[3]])
     cluster.de.command(Lookup(call_id=1, keys=tuple(keys), deadline_s=GUARD_S))
     assert cluster.de.answer(LookupDone).hit_blocks == 4
-    cluster.de.assign("r", TOKENS, BLOCKS)
+    cluster.de.assign("r", TOKENS, BLOCKS, keys)
     run = four_hits(cluster.de.answer(Reserved, "r").slots)
-    cluster.de.command(Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=GUARD_S))
+    cluster.de.command(Read("r", run, 0, GUARD_S))
     done = cluster.de.answer(ReadDone, "r")
     assert (done.good_blocks, done.reason) == (2, "missing")
     cluster.de.command(Lookup(call_id=2, keys=tuple(keys), deadline_s=GUARD_S))
@@ -183,9 +184,9 @@ def test_a_corrupt_block_ends_the_hit_there(cluster: ToyCluster) -> None:
     keys = prompt_keys(TOKENS)
     cluster.store(keys[:4])
     cluster.storage.corrupt(keys[2])  # type: ignore[attr-defined]
-    cluster.de.assign("r", TOKENS, BLOCKS)
+    cluster.de.assign("r", TOKENS, BLOCKS, keys)
     run = four_hits(cluster.de.answer(Reserved, "r").slots)
-    read = Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=GUARD_S)
+    read = Read("r", run, 0, GUARD_S)
     cluster.de.command(read)
     done = cluster.de.answer(ReadDone, "r")
     assert (done.good_blocks, done.reason) == (2, "checksum")
@@ -206,10 +207,10 @@ def test_a_read_past_its_deadline_is_answered_and_its_late_bytes_are_dropped() -
             assert gate.wait(GUARD_S)
 
     storage.before_read = slow
-    cluster.de.assign("r", TOKENS, BLOCKS)
+    cluster.de.assign("r", TOKENS, BLOCKS, keys)
     before = cluster.de.answer(Reserved, "r").slots
     run = four_hits(before)
-    cluster.de.command(Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=1.0))
+    cluster.de.command(Read("r", run, 0, 1.0))
     for _ in keys[2:4]:  # both readers are in these blocks and have finished those before
         assert entered.acquire(timeout=GUARD_S)
     cluster.de.manager.tick(cluster.de.manager.trace.now_ns() + 2_000_000_000)
@@ -237,9 +238,9 @@ def test_a_release_in_mid_read_frees_the_slots_when_the_read_is_over() -> None:
         assert gate.wait(GUARD_S)
 
     storage.before_read = slow
-    cluster.de.assign("r", TOKENS, BLOCKS)
+    cluster.de.assign("r", TOKENS, BLOCKS, keys)
     run = four_hits(cluster.de.answer(Reserved, "r").slots)
-    cluster.de.command(Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=GUARD_S))
+    cluster.de.command(Read("r", run, 0, GUARD_S))
     assert entered.wait(GUARD_S)
     cluster.de.command(Release(request_id="r", reason="client left"))
     cluster.de.answer(Released, "r")
@@ -364,7 +365,7 @@ def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> 
     cluster.de.manager.fill_hbm(decode_transfer, HBM, lambda error: over.set())
     assert over.wait(GUARD_S)
     assert cluster.de.report().load.free_buffer_tokens < cluster.de.manager.buffer_tokens
-    cluster.de.command(Persist(request_id="r", first_block=0, keys=tuple(keys[:5])))
+    cluster.de.command(Persist("r", 0, 5))
     cluster.release("r")
     assert cluster.de.manager.persister.drain(GUARD_S)
     assert stored_head(cluster.storage, keys[:5]) == 5
@@ -378,10 +379,9 @@ def test_a_decode_transfer_stores_the_new_blocks_under_the_keys_of_the_assignmen
     cluster.store(keys[:2])
     prefill_transfer = cluster.load("r", keys, TOKENS, 0, 2)
     cluster.forward([(prefill_transfer, keys, BlockRun(2, BLOCKS - 2), HBM)])
-    cluster.de.manager.active._active["r"].keys = tuple(keys[:5])
     transfer = DecodeTransfer("r", TOKENS, prefill_transfer.de_slots, persist_from=2)
     assert cluster.fill(transfer, HBM) is None
-    cluster.de.command(Persist(request_id="r", first_block=0, keys=tuple(keys[:5])))
+    cluster.de.command(Persist("r", 0, 5))
     cluster.release("r")
     assert cluster.de.manager.persister.drain(GUARD_S)
     assert stored_head(cluster.storage, keys[:5]) == 5
@@ -389,6 +389,40 @@ def test_a_decode_transfer_stores_the_new_blocks_under_the_keys_of_the_assignmen
     assert report.counters[Counter.PERSISTED_BLOCKS.value] == 3, "the order is carried out once"
     assert report.load.cached_buffer_tokens == 5 * GEOMETRY.block_tokens
     assert_whole(cluster)
+
+
+def test_commands_on_a_request_that_is_over_are_refused_for_they_have_no_keys(
+    cluster: ToyCluster,
+) -> None:
+    keys = prompt_keys(TOKENS)
+    cluster.store(keys[:4])
+    cluster.de.assign("r", TOKENS, BLOCKS, keys)
+    run = four_hits(cluster.de.answer(Reserved, "r").slots)
+    cluster.de.command(Release("r", "client left"))
+    cluster.de.answer(Released, "r")
+    cluster.de.command(Read("r", run, 0, GUARD_S))
+    assert "its assignment here has 0 keys" in cluster.de.answer(Failed, "r").reason
+    cluster.de.command(Persist("r", 4, 5))
+    assert cluster.de.report().counters[Counter.PERSIST_DROPPED_BLOCKS.value] == 1
+    assert_whole(cluster)
+
+
+def test_a_read_beyond_the_keys_of_an_assignment_is_refused(cluster: ToyCluster) -> None:
+    cluster.de.assign("r", TOKENS, BLOCKS, prompt_keys(TOKENS)[:5])
+    run = four_hits(cluster.de.answer(Reserved, "r").slots)
+    cluster.de.command(Read("r", run, 2, GUARD_S))
+    assert "its assignment here has 3 keys" in cluster.de.answer(Failed, "r").reason
+
+
+def test_blocks_that_were_not_looked_up_count_as_used_with_the_assignment(
+    cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[BlockKey] = []
+    monkeypatch.setattr(cluster.storage, "used", used.append)
+    keys = prompt_keys(TOKENS)
+    cluster.de.command(Assign("r", TOKENS, BLOCKS, tuple(keys), used_blocks=3))
+    cluster.de.command(Assign("s", TOKENS, 0, tuple(keys)))
+    assert used == [keys[2]]
 
 
 def test_the_transfer_of_a_request_that_is_over_stores_nothing(cluster: ToyCluster) -> None:
@@ -409,7 +443,7 @@ def test_a_prompt_without_new_blocks_and_without_slots_is_not_cached(
     cluster.de.manager.buffer.set_caching(enabled=True)
     cluster.load("r", keys, TOKENS, 0, 0)
     cluster.de.manager.buffer.release("r")
-    cluster.de.command(Persist(request_id="r", first_block=2, keys=(), hit_keys=tuple(keys[:2])))
+    cluster.de.command(Persist("r", 2, 2))
     assert cluster.de.report().load.cached_buffer_tokens == 0
     assert caplog.messages == []
     cluster.release("r")

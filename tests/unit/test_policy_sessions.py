@@ -53,7 +53,9 @@ class Router:
 def test_a_session_with_a_retain_hint_is_retained_where_it_was_decoded() -> None:
     router = Router()
     (order,) = router.turn(1, 0.0, 5.0, session_id="a", retain_s=30.0)
-    assert order == Order("d0", context(1, 12), 30.0, fetch=False, reason=RETAIN, expected_s=30.0)
+    assert order == Order(
+        "d0", context(1, 12), 30.0, False, RETAIN, expected_s=30.0, assigned_blocks=10
+    )
 
 
 def test_nothing_is_retained_for_a_session_without_hints() -> None:
@@ -132,7 +134,7 @@ def test_a_session_that_is_done_leaves_first() -> None:
     router = Router()
     router.turn(1, 0.0, 5.0, session_id="a", retain_s=30.0)
     (order,) = router.turn(1, 6.0, 8.0, session_id="a", done=True)
-    assert order == Order("d0", context(1, 12), 0.0, fetch=False, reason=DONE)
+    assert order == Order("d0", context(1, 12), 0.0, False, DONE, assigned_blocks=10)
     assert len(router.warmth) == 0
     assert router.warmth.retained_blocks("d0") == 0
     assert router.warmth.done(("", "a")) == []
@@ -154,7 +156,7 @@ def test_a_session_with_a_sooner_turn_displaces_one_with_a_later_turn() -> None:
     for agent, next_turn_s in enumerate((40.0, 10.0, 30.0, 20.0)):
         router.turn(agent, 0.0, 5.0, session_id=f"{agent}", next_turn_s=next_turn_s)
     displaced, retained = router.turn(4, 0.0, 5.0, session_id="4", next_turn_s=25.0)
-    assert displaced == Order("d0", context(0, 12), 0.0, fetch=False, reason=DISPLACED)
+    assert displaced == Order("d0", context(0, 12), 0.0, False, DISPLACED, assigned_blocks=10)
     assert (retained.keys, retained.reason) == (context(4, 12), RETAIN)
     assert router.turn(5, 0.0, 5.0, session_id="5", next_turn_s=35.0) == []
     assert router.warmth.retained_blocks("d0") == 48
@@ -181,7 +183,7 @@ def test_blocks_at_another_engine_than_the_last_turns_are_released() -> None:
     left, retained = router.turn(
         1, 9.0, 12.0, blocks=12, engine="d1", session_id="a", retain_s=30.0
     )
-    assert left == Order("d0", context(1, 12), 0.0, fetch=False, reason=DISPLACED)
+    assert left == Order("d0", context(1, 12), 0.0, False, DISPLACED, assigned_blocks=10)
     assert (retained.engine_id, retained.keys) == ("d1", context(1, 14))
     assert router.warmth.retained_blocks("d0") == 0
 

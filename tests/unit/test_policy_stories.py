@@ -197,6 +197,7 @@ def test_reads_that_wait_for_slots_make_no_hit_recomputed() -> None:
     def submit(name: str, hit: int = 1984) -> Assignment:
         scheduler.apply(Submitted(request(name, hit + 16, hit)))
         (assignment,) = assign(scheduler, "D", "P")
+        assert isinstance(assignment, Assignment)
         return assignment
 
     assert [submit(name).recompute_tokens for name in ("first", "second", "third")] == [0, 0, 0]

@@ -44,7 +44,7 @@ async def test_the_decode_engine_serves_it_alone_with_slots_for_the_hit_only() -
         (assign,) = [m for m in received if isinstance(m, control.Assign)]
         assert (assign.reserve_blocks, assign.keys) == (4, keys_of(PROMPT))
         (persist,) = [m for m in received if isinstance(m, control.Persist)]
-        assert (persist.keys, persist.hit_keys) == ((), keys_of(PROMPT))
+        assert (persist.first_block, persist.blocks) == (4, 4)
         await made.settled()
         assert made.service.scheduler.releases.held == 0
         assert made.service.scheduler.idle

@@ -62,7 +62,10 @@ async def disturb(
                 request_id = chance.choice(sorted(engine.tenants))
                 engine.send(request_messages.Failed(request_id=request_id, reason="chaos"))
         case "short":
-            engine.read_limit = lambda read: (chance.randrange(len(read.keys) + 1), "chaos: short")
+            engine.read_limit = lambda read: (
+                chance.randrange(read.run.blocks.count + 1),
+                "chaos: short",
+            )
         case "malformed":
             engine.send_raw(chance.randbytes(8))
 

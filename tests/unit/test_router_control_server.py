@@ -46,10 +46,10 @@ async def test_engines_are_named_to_each_other_with_the_first_request_that_they_
         for number in range(2):
             assert await made.run(job(f"r{number}", range(9))) == expected(range(9), 6)
         for engine, peer in (("p0", "d0"), ("d0", "p0")):
-            ups = [m for m in made.engines[engine].received if isinstance(m, control.PeerUp)]
-            assert [up.address.engine_id for up in ups] == [peer]
+            (named,) = made.engines[engine].named_peers()
+            assert named.engine_id == peer
             # Nothing connects to a PE; a DE learns which process may write to its buffer.
-            sent_metadata = any(agent.metadata for agent in ups[0].address.agents)
+            sent_metadata = any(agent.metadata for agent in named.agents)
             assert sent_metadata == (engine == "p0")
 
 

@@ -41,7 +41,7 @@ async def test_basic_mode_reads_on_the_prefill_side():
         (run,) = made.calls.transfers[0].hits
         assert (run.side, len(run.slots)) == (Role.PREFILL, 3)
         persist = await made.engines["d0"].saw(request_messages.Persist)
-        assert (persist.first_block, persist.keys) == (3, keys_of(PROMPT)[3:])
+        assert (persist.first_block, persist.blocks) == (3, 4)
         await made.settled()
 
 
@@ -70,7 +70,7 @@ async def test_a_short_first_part_of_a_split_drops_the_second():
         stored_blocks(made, 4)
         for engine in made.engines.values():
             engine.read_limit = lambda read: (
-                (0, "corrupt") if read.keys[0] == keys_of(PROMPT)[0] else (len(read.keys), None)
+                (0, "corrupt") if read.run.blocks.first == 0 else (read.run.blocks.count, None)
             )
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
         assert made.calls.transfers[0].hits == ()
@@ -115,7 +115,7 @@ async def test_a_hit_that_ends_early_is_read_once_more_where_its_windows_are_now
     async with cluster() as made:
         stored_blocks(made, 4)
         for engine in made.engines.values():
-            engine.read_limit = lambda read: (min(len(read.keys), 2), "checksum: block 2")
+            engine.read_limit = lambda read: (min(read.run.blocks.count, 2), "checksum: block 2")
         events = await made.events(job("a", PROMPT))
         assert [t for e in events for t in e.token_ids] == expected(PROMPT, 6)
         assert events[0].cached_tokens == 2 * BLOCK_TOKENS
@@ -128,10 +128,9 @@ async def test_a_hit_that_ends_early_is_read_once_more_where_its_windows_are_now
 async def test_a_split_hit_that_ends_early_is_read_once_more_on_the_side_that_has_it():
     async with cluster(mode="split") as made:
         stored_blocks(made, 4)
-        third = keys_of(PROMPT)[2]
         for engine in made.engines.values():
             engine.read_limit = lambda read: (
-                (0, "missing") if third in read.keys else (len(read.keys), None)
+                (0, "missing") if read.run.blocks.end > 2 else (read.run.blocks.count, None)
             )
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
         assert sorted(reads_of(made)) == [(0, 2, 0), (0, 2, 2), (2, 2, 0)]

@@ -222,16 +222,14 @@ async def test_engines_are_named_only_to_those_that_share_a_request() -> None:
     async with cluster(3, 5) as made:
         for number in range(6):
             await made.run(job(f"r{number}", range(9)))
-        ups = {
-            (engine.engine_id, message.address.engine_id)
+        ups = [
+            (engine.engine_id, peer.engine_id)
             for engine in made.engines.values()
-            for message in engine.received
-            if isinstance(message, control.PeerUp)
-        }
+            for peer in engine.named_peers()
+        ]
         placed = {(r.engines["prefill"], r.engines["decode"]) for r in _records(made)}
-        assert ups == placed | {(decode, prefill) for prefill, decode in placed}
-        sent = [type(x) for e in made.engines.values() for x in e.received]
-        assert sent.count(control.PeerUp) == len(ups)
+        assert {*ups} == placed | {(decode, prefill) for prefill, decode in placed}
+        assert len(ups) == len({*ups})
 
 
 def _records(made: Any) -> list[Any]:

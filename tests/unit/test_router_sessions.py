@@ -23,6 +23,12 @@ def orders(engine: FakeEngine) -> list[control.Retain]:
     return [m for m in engine.received if isinstance(m, control.Retain)]
 
 
+def behind(prompt: list[int], keys: tuple[bytes, ...]) -> tuple[bytes, tuple[bytes, ...]]:
+    """Return how an order names a context: the prompt's last key, and the keys behind it."""
+    blocks = len(keys_of(prompt))
+    return keys[blocks - 1], keys[blocks:]
+
+
 async def turn(made: Cluster, name: str, prompt: list[int], **hints: object) -> list[int]:
     """Run a turn; return its whole context once its engines have been notified of it."""
     given = SessionHints(**hints)  # type: ignore[arg-type]
@@ -45,7 +51,7 @@ async def test_an_agent_finds_its_kv_back_when_its_tool_is_through():
         assert orders(decode) == []
         await asyncio.sleep(10)
         (order,) = orders(decode)
-        assert order.keys == keys
+        assert (order.prompt_tail, order.keys) == behind([*context[:-6]], keys)
         assert order.fetch
         assert order.retain_s > 60
 
@@ -56,10 +62,11 @@ async def test_a_session_is_retained_by_its_clients_hints_and_ended_by_them():
         decode = made.engines["d0"]
         context = await turn(made, "r0", PROMPT, session_id="a", retain_s=30.0)
         keys = keys_of(context[:-1])
-        assert orders(decode) == [control.Retain(keys, 30.0, fetch=False, expected_s=30.0)]
+        named = behind(PROMPT, keys)
+        assert orders(decode) == [control.Retain(*named, 30.0, fetch=False, expected_s=30.0)]
         assert (await session_call(made.service, "a", b"", over=True))[0] == 200
         await asyncio.sleep(0.1)
-        assert orders(decode)[1:] == [control.Retain(keys, 0.0, fetch=False)]
+        assert orders(decode)[1:] == [control.Retain(*named, 0.0, fetch=False)]
         assert (await session_call(made.service, "a", b"", over=True))[0] == 404
 
 

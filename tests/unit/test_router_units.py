@@ -1,6 +1,7 @@
 """Front ends of two units, schedulers with engines of their own: affinity, losses, drains."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.unit.router_fakes import NAMESPACE, WITHOUT_WINDOWS, expected, job, k
 from tests.unit_clusters import TwoUnits, UnitCluster, answer, two_units, until
 
 from dualpath.core.cluster import Role
+from dualpath.core.control import Lookup
 from dualpath.core.errors import EngineLostError
 from dualpath.core.session_hints import SessionHints
 from dualpath.router.engines import missing_engines
@@ -199,6 +201,39 @@ async def test_a_hit_that_was_evicted_is_no_failure_and_the_session_stays() -> N
         assert decode[1] == prefill[1]
     for unit in (made.a, made.b):
         await unit.stop()
+
+
+async def test_a_session_that_comes_back_from_another_unit_is_looked_up() -> None:
+    """Its unit does not know what the other one has stored; a turn that stays needs no look-up."""
+    async with two_units() as made, made.front_end() as service:
+        for engine in made.calls.engines.values():
+            engine.reports_stored = True
+
+        def look_ups() -> Counter[str]:
+            received = [
+                (e.engine_id[1], m) for e in made.calls.engines.values() for m in e.received
+            ]
+            return Counter(unit for unit, message in received if isinstance(message, Lookup))
+
+        async def moves_to(unit: UnitCluster) -> None:
+            for each in (made.a, made.b):
+                each.scheduler.drain(draining=each is not unit)
+            links = service.links
+            await until(lambda: [links[f"{n}:1"].load.draining for n in "ab"].count(True) == 1)
+            await until(lambda: not links[f"{unit.name}:1"].load.draining)
+
+        prompt, hits = prompt_of(1), []
+        for number, unit in enumerate((made.a, made.a, made.b, made.a)):
+            await moves_to(unit)
+            before = look_ups()
+            tokens = await answer(service, job(f"turn {number}", prompt))
+            assert tokens == expected(prompt, 6)
+            assert look_ups() - before == ({} if number == 1 else {unit.name: 1})
+            hits.append(service.records[-1].hit_tokens)
+            prompt = [*prompt, *tokens, 5, 6, 7, 8]
+            await asyncio.sleep(1.0)
+        assert made.decoded_in() == ["a", "a", "b", "a"]
+        assert hits == [0, 16, 24, 36]
 
 
 async def test_after_two_failures_it_is_known_which_engines_of_both_units_live() -> None:

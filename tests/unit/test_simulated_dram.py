@@ -66,7 +66,7 @@ def test_requests_wait_for_the_engine_that_caches_them_whatever_fails(
 
     monkeypatch.setattr(run, "drawn_settings", little_hbm)
     monkeypatch.setattr(TwoPhaseDecodePlacer, "_worth_waiting", counted)
-    for seed in (8, 12, 16, 39, 56, 59, 66):
+    for seed in (8, 12, 29, 32, 52, 55, 56, 88):
         outcome = run_seed(seed)
         assert not outcome.problems, "\n".join(outcome.story)
     assert len(waits) > 10

@@ -49,7 +49,7 @@ def test_a_seed_gives_the_same_run_again() -> None:
     assert run_seed(TRAINED[0]).digest == run_seed(TRAINED[0]).digest
 
 
-@pytest.mark.parametrize("name", ["weights-unnamed", "weights-mixed"])
+@pytest.mark.parametrize("name", ["weights-unnamed", "weights-mixed", "chains-outlive-weights"])
 def test_planted_bugs_of_weights_are_found(name: str) -> None:
     with planted(name):
         assert any(run_seed(seed).problems for seed in TRAINED)

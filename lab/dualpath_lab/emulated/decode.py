@@ -280,8 +280,10 @@ class DecodeEngine:
         request.computed_tokens = request.prefix.tokens
         for block in range(first, request.computed_tokens // block_tokens):
             parent = keys[block - 1] if block else chain_root()
-            tenant = request.decode_transfer.tenant
-            yield GeneratedBlock(request.hbm_blocks[block], keys[block], parent, tenant)
+            transfer, hbm_block = request.decode_transfer, request.hbm_blocks[block]
+            yield GeneratedBlock(
+                hbm_block, keys[block], parent, transfer.tenant, transfer.request_id
+            )
 
     def _begin_fills(self) -> Iterable[Fill]:
         """Yield the prompts that are copied from this step on."""

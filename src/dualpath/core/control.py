@@ -8,7 +8,7 @@ never sent over this connection.
                       ReserveThird Read Persist Release Retain Drained
     engine → router   Register Report CacheUpdate ConfirmedDead LookupDone Synced ReservationWaits
                       Reserved ThirdRefused ReadDone FetchDone PrefillDone KvInHbm RequestOver
-                      Released Failed Deregister
+                      StoredChain Released Failed Deregister
 
 The messages about one request, and their order, are in ``core.request_messages``.
 """
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin, StoreNamespace
+from dualpath.core.blocks import StoreNamespace, TenantTag
 from dualpath.core.cluster import EngineAddress, GroupRank, Writer
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.key_cache import Adapter
@@ -117,6 +117,11 @@ class Assign(Message, frozen=True, tag=True):
     into its own slots, but for the blocks that it caches.  It grants the slots at once or not at
     all, since another request may hold slots here and wait for those of the other DE.  The answer
     is ``FetchDone``.
+
+    ``peer`` is named as by ``PeerUp`` before anything else of this message.
+
+    ``used_blocks`` > 0: storage counts the first so many blocks of the prompt as used now, which it
+    does for each look-up.  The router knows that they are stored without one.
     """
 
     request_id: Name
@@ -128,6 +133,8 @@ class Assign(Message, frozen=True, tag=True):
     hbm_prompt_tokens: int = 0
     hbm_new_tokens: int = 0
     fetch: Fetch | None = None
+    used_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    peer: EngineAddress | None = None
 
 
 class ReserveThird(Message, frozen=True, tag=True):
@@ -175,16 +182,17 @@ class Reserved(Message, frozen=True, tag=True):
 
 
 class Read(Message, frozen=True, tag=True):
-    """Read a run of blocks with these ``keys`` from storage into its slots.
+    """Read a run of blocks from storage into its slots.
 
-    The first ``run.windowless`` blocks are read without their window layers.  After ``deadline_s``
-    (from receipt) the engine stops and answers with the blocks verified so far.  ``parent`` is the
-    key before the first one.
+    Their keys are those of the request's ``Assign`` from ``first_key`` on.  The first
+    ``run.windowless`` blocks are read without their window layers.  After ``deadline_s`` (from
+    receipt) the engine stops and answers with the blocks verified so far.  ``parent`` is the key
+    before the first one.
     """
 
     request_id: Name
     run: HitRun
-    keys: tuple[bytes, ...]
+    first_key: Annotated[int, msgspec.Meta(ge=0)]
     deadline_s: float
     parent: bytes = b""
 
@@ -222,22 +230,22 @@ class FetchDone(Message, frozen=True, tag=True):
 
 
 class Persist(Message, frozen=True, tag=True):
-    """Write the prompt's blocks from ``first_block`` on to storage under ``keys``.
+    """Write the prompt's blocks from ``first_block`` on to storage.
 
     A ``DecodeTransfer`` has the same effect.  This message comes before a ``Release`` where the DE
     may not have got the transfer, and has no effect if it has.
 
-    ``origin`` has the key before the first of them.  The prompt's KV is complete and no transfer
-    writes to it any more; ``hit_keys`` are the keys of its first blocks, which are stored already.
-    If the PE has sent the KV into the DE's HBM, ``hits`` are the runs of the prompt's blocks that
-    are in the DE's buffer, with their slots; all other blocks are in HBM only.
+    Keys are those of the request's ``Assign``.  The KV of the first ``blocks`` full blocks of the
+    prompt is complete, and no transfer writes to it any more; those before ``first_block`` are
+    stored already.  ``tenant`` owns the others.  If the PE has sent the KV into the DE's HBM,
+    ``hits`` are the runs of the prompt's blocks that are in the DE's buffer, with their slots; all
+    other blocks are in HBM only.
     """
 
     request_id: Name
-    first_block: int
-    keys: tuple[bytes, ...]
-    origin: BlockOrigin = UNKNOWN_ORIGIN
-    hit_keys: tuple[bytes, ...] = ()
+    first_block: Annotated[int, msgspec.Meta(ge=0)]
+    blocks: Annotated[int, msgspec.Meta(ge=0)]
+    tenant: TenantTag = ""
     hits: tuple[HitRun, ...] = ()
 
 
@@ -276,6 +284,19 @@ class RequestOver(Message, frozen=True, tag=True):
     """
 
     request_id: Name
+
+
+class StoredChain(Message, frozen=True, tag=True):
+    """A request has ended at the DE by itself, and all blocks that it has written are stored.
+
+    ``prompt_tail`` is the key of the last full block of its prompt, ``generated`` are the keys of
+    the blocks behind it, in order.  ``new_blocks`` of all that it has written were not stored
+    before.  A part of a ``Report``, which may be lost: the router then asks what is stored.
+    """
+
+    prompt_tail: bytes
+    generated: tuple[bytes, ...]
+    new_blocks: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Release(Message, frozen=True, tag=True):
@@ -407,10 +428,11 @@ class Ack(Message, frozen=True, tag=True):
 class PeerUp(Message, frozen=True, tag=True):
     """An engine with which this engine shares a request: of the other role, or to a DE another DE.
 
-    Sent before the first ``Assign`` of such a request in a session, so that no message grows with
-    the number of engines.  A DE needs to know which process of a PE may write to its buffer, and
-    the agents of PEs have no metadata there; it connects to a DE from which it is to fetch KV.
-    With a ``call_id`` it is answered with ``Synced``.
+    Each engine is named once in a session, with the first request that both share, so that no
+    message grows with the number of engines: by its ``Assign`` if there is one, else by this
+    message.  A DE needs to know which process of a PE may write to its buffer, and the agents of
+    PEs have no metadata there; it connects to a DE from which it is to fetch KV.  With a
+    ``call_id`` it is answered with ``Synced``.
     """
 
     address: EngineAddress
@@ -482,12 +504,17 @@ class Synced(Message, frozen=True, tag=True):
 class Retain(Message, frozen=True, tag=True):
     """Retain blocks in the DRAM buffer of a DE for a turn that may follow; not answered.
 
+    They are the full blocks of a prompt that it was assigned, of which ``prompt_tail`` is the last
+    key (none if that is empty), and those of ``keys`` behind it.  A DE that does not know the
+    prompt any more does nothing.
+
     For ``retain_s`` these blocks are evicted after all other unreferenced blocks; 0: before all
     others.  ``fetch``: missing blocks are read into free slots while no request waits for storage.
     The turn is expected in ``expected_s``: of retained blocks, the one with the latest expected
     turn is evicted first.
     """
 
+    prompt_tail: bytes
     keys: tuple[bytes, ...]
     retain_s: float
     fetch: bool = False
@@ -543,7 +570,8 @@ class Report(Message, frozen=True, tag=True):
     plane is blocked or broken, None if it works; ``storage``: how full the storage is, None without
     a janitor; ``draining``: why the engine drains, None if it does not: it leaves once it receives
     ``Drained``.  ``steps`` grows while the engine's core works: with each layer and each step that
-    it computes, and while it waits for transfers, which have a limit of their own.
+    it computes, and while it waits for transfers, which have a limit of their own.  ``stored``:
+    chains that are stored since the last report.
     """
 
     report_seq: int
@@ -555,6 +583,7 @@ class Report(Message, frozen=True, tag=True):
     steps: int = 0
     called: tuple[Name, ...] = ()
     events: tuple[KvInHbm | RequestOver, ...] = ()
+    stored: tuple[StoredChain, ...] = ()
 
 
 class CacheUpdate(Message, frozen=True, tag=True):
@@ -611,6 +640,7 @@ EngineMessage = (
     | PrefillDone
     | KvInHbm
     | RequestOver
+    | StoredChain
     | Released
     | Failed
     | Deregister

@@ -70,6 +70,15 @@ class Recent(Generic[K, V]):
                 return position
         return max(start, len(keys))
 
+    def end(self, keys: Sequence[K]) -> int:
+        """Return the number of ``keys`` up to the last one that is present; 0 if none is."""
+        young, old = self._young, self._old
+        for position in range(len(keys) - 1, -1, -1):
+            key = keys[position]
+            if key in young or key in old:
+                return position + 1
+        return 0
+
     def last(self, keys: Sequence[K]) -> V | None:
         """Return the value of the last of ``keys`` that is present; None if none is."""
         young, old = self._young, self._old

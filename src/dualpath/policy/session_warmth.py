@@ -43,13 +43,15 @@ _SHORTER = 0.25
 class AgentSession:
     """``keys`` are cached at ``engine_id`` since ``ended_s``; None during a turn.
 
+    The first ``assigned_blocks`` of them are those of the last prompt that this DE was assigned.
+
     ``next_s`` is when the next turn is expected, ``fetch_s`` when they are prefetched for it,
     ``retained_until_s`` until when they count as retained; ``tails`` are the keys that identify it.
     """
 
     __slots__ = (
-        *("ended_s", "engine_id", "fetch_s", "hints", "retained_until_s", "keys", "name"),
-        *("next_s", "pauses", "tails"),
+        *("assigned_blocks", "ended_s", "engine_id", "fetch_s", "hints", "retained_until_s"),
+        *("keys", "name", "next_s", "pauses", "tails"),
     )
 
     def __init__(self, name: SessionName) -> None:
@@ -58,6 +60,7 @@ class AgentSession:
         self.keys: tuple[BlockKey, ...] = ()
         self.tails: tuple[BlockKey, ...] = ()
         self.engine_id = ""
+        self.assigned_blocks = 0
         self.ended_s: float | None = None
         self.next_s = 0.0
         self.fetch_s: float | None = None
@@ -203,7 +206,8 @@ class Order(msgspec.Struct, frozen=True):
     """To a DE: retain the blocks of ``keys`` for ``retain_s``; 0: evict them before others.
 
     ``fetch``: read those that are not cached.  ``reason`` is one of ``REASONS``.  The turn that
-    they are retained for is expected in ``expected_s``.
+    they are retained for is expected in ``expected_s``.  The first ``assigned_blocks`` keys are
+    those of the last prompt of the session that the DE was assigned.
     """
 
     engine_id: str
@@ -212,6 +216,7 @@ class Order(msgspec.Struct, frozen=True):
     fetch: bool
     reason: str
     expected_s: float = 0.0
+    assigned_blocks: int = 0
 
 
 class SessionWarmth:
@@ -262,10 +267,12 @@ class SessionWarmth:
         engine_id: str,
         now_s: float,
         buffers: Buffers,
+        assigned_blocks: int | None = None,
     ) -> list[Order]:
         """Note an answer: ``keys`` of prompt and answer, which a DE caches now.
 
-        The first ``prompt_blocks`` are the prompt's.  ``buffers`` are those of all live DEs.
+        The first ``prompt_blocks`` are the prompt's.  ``buffers`` are those of all live DEs.  The
+        DE was assigned ``assigned_blocks`` of them, None: ``prompt_blocks``; more after a retry.
         """
         session = self._memory.get(name)
         if session is None:
@@ -276,6 +283,8 @@ class SessionWarmth:
         orders = [_release_order(session, DISPLACED)] if moved and session.keys else []
         self._memory.remember(session, tuple(keys), prompt_blocks)
         session.engine_id, session.ended_s = engine_id, now_s
+        assigned_blocks = prompt_blocks if assigned_blocks is None else assigned_blocks
+        session.assigned_blocks = min(assigned_blocks, len(session.keys))
         if session.hints.done:
             return orders + self.done(name)
         orders += self._hinted(session, now_s, buffers)
@@ -372,6 +381,7 @@ class SessionWarmth:
         retain = Order(
             *(session.engine_id, session.keys, retain_s, reason != RETAIN, reason),
             expected_s=max(session.next_s - now_s, 0.0),
+            assigned_blocks=session.assigned_blocks,
         )
         return [*(_release_order(other, DISPLACED) for other in displaced), retain]
 
@@ -444,7 +454,12 @@ def _stay_s(pause_s: float) -> float:
 
 
 def _release_order(session: AgentSession, reason: str) -> Order:
-    return Order(session.engine_id, session.keys, 0.0, fetch=False, reason=reason)
+    return Order(
+        *(session.engine_id, session.keys, 0.0),
+        fetch=False,
+        reason=reason,
+        assigned_blocks=session.assigned_blocks,
+    )
 
 
 def _still_holds(plan: tuple[float, int, AgentSession]) -> bool:

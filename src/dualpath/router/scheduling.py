@@ -59,7 +59,8 @@ class AttemptOrder(msgspec.Struct, frozen=True):
     ``core.request.Request``, and so is ``decode_engine``; ``handover`` is the name under which the
     attempt will be offered to the second leg; ``prompt_digest`` is that of transfers.
 
-    ``max_load_tokens`` bounds the hit, None: no bound.
+    ``max_load_tokens`` bounds the hit, None: no bound.  ``look_up``: engines of other schedulers
+    may have served the session since, so that an engine has to look up what is stored.
     """
 
     attempt_id: str
@@ -75,6 +76,7 @@ class AttemptOrder(msgspec.Struct, frozen=True):
     handover: str = ""
     prompt_digest: bytes = b""
     max_load_tokens: int | None = None
+    look_up: bool = False
 
 
 #: The reason of ``ScheduledAttempt.close`` if the DE has generated the last token: its request is

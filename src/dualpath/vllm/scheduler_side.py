@@ -405,7 +405,11 @@ class SchedulerSide:
                 log.warning("block %d of a request left its window and is not persisted", row)
                 continue
             parent = bytes(keys[row - 1]) if row else chain_root()
-            found.append(GeneratedBlock(block, bytes(keys[row]), parent, tracked.tenant))
+            transfer = tracked.transfer
+            request_id = "" if transfer is None else transfer.request_id
+            found.append(
+                GeneratedBlock(block, bytes(keys[row]), parent, tracked.tenant, request_id)
+            )
         return found
 
 

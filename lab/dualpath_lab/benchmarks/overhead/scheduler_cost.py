@@ -169,6 +169,7 @@ class SchedulerSettings(Settings, frozen=True, kw_only=True):
     warm_up: Annotated[int, Setting("turns before the measurement", ge=0)] = 3
     prompt: Annotated[int, Setting("tokens of the first turn", ge=1)] = 32_768
     append: Annotated[int, Setting("new tokens per turn", ge=1)] = 429
+    pause_s: Annotated[float, Setting("pause of an agent before its next turn", ge=0)] = 0.0
     hit_share: Annotated[float, Setting("share of stored blocks", ge=0, le=1)] = 0.987
     idle_s: IdleS = 3.0
     repeat: Rounds = 1
@@ -393,6 +394,7 @@ async def _run(
         for _ in range(turns):
             async for _ in service.submit(agent.turn()):
                 pass
+            await asyncio.sleep(settings.pause_s)
 
     await asyncio.gather(*(run_agent(number) for number in range(agents)))
     return agents * turns

@@ -113,6 +113,10 @@ class StubEngine:
         self._events: list[control.KvInHbm | control.RequestOver] = []
         self._counters_due_s = 0.0
         self._counted: dict[str, int] = {}
+        #: Keys of the prompts that a DE serves, and the chains that it has stored since the last
+        #: report.
+        self._keys: dict[str, tuple[bytes, ...]] = {}
+        self._chains: list[control.StoredChain] = []
         self._reports = itertools.count(1)
 
     def connect(self, api_url: str) -> None:
@@ -155,6 +159,16 @@ class StubEngine:
     def released(self, request_id: str) -> None:
         """A request counts no longer."""
         self._counted.pop(request_id, None)
+        self._keys.pop(request_id, None)
+
+    def decoded(self, transfer: DecodeTransfer) -> None:
+        """A request has been decoded, and its prompt is stored."""
+        self.send(request_messages.KvInHbm(transfer.request_id, 0.0))
+        if keys := self._keys.get(transfer.request_id):
+            new_blocks = len(keys) - (transfer.persist_from or 0)
+            self._chains.append(control.StoredChain(keys[-1], (), new_blocks))
+        self.released(transfer.request_id)
+        self.send(request_messages.RequestOver(transfer.request_id))
 
     def _hello(self, registration: int) -> control.Register:
         agents = (AgentAddress(self._epoch, bytes(METADATA_BYTES), _REGIONS),)
@@ -177,6 +191,8 @@ class StubEngine:
     def _end(self) -> None:
         self._counted.clear()
         self._events.clear()
+        self._keys.clear()
+        self._chains.clear()
 
     def _report(self) -> control.Report:
         now_s = time.monotonic()
@@ -185,6 +201,7 @@ class StubEngine:
             self._counters_due_s = now_s + COUNTERS_GAP_S
             counters |= dict.fromkeys(Counter, 1.0)
         events, self._events = tuple(self._events), []
+        chains, self._chains = tuple(self._chains), []
         return control.Report(
             report_seq=next(self._reports),
             load=control.Load(
@@ -196,6 +213,7 @@ class StubEngine:
             ),
             counters=counters,
             events=events,
+            stored=chains,
         )
 
     def _take(self, message: control.RouterMessage) -> None:
@@ -210,6 +228,7 @@ class StubEngine:
                 self.send(control.Synced(message.call_id))
             case request_messages.Assign():
                 self._counted[message.request_id] = message.tokens
+                self._keys[message.request_id] = message.keys
                 slots = tuple(range(message.reserve_blocks))
                 if slots and (message.read is None or message.read.announced):
                     self.send(request_messages.Reserved(message.request_id, slots, 0.0))
@@ -303,9 +322,7 @@ class StubEngines:
             engine.released(name)
             engine.send(request_messages.PrefillDone(name))
         else:
-            engine.send(request_messages.KvInHbm(name, 0.0))
-            engine.released(name)
-            engine.send(request_messages.RequestOver(name))
+            engine.decoded(transfer)
 
 
 # ------------------------------------------------------------------------------------- stub server

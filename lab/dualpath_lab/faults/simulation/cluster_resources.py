@@ -1,15 +1,16 @@
 """Resources shared by the processes of a simulated cluster: networks, storage, memory owners."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from random import Random
 from typing import TYPE_CHECKING
 
-from dualpath.core.blocks import StoreNamespace
+from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.cluster import HostProcess
 from dualpath.node import host_process
 from dualpath.node.host_process import Sight
+from dualpath.storage.posix import key_of, namespace_name
 from dualpath.transport.in_process import InProcessFabric
 from dualpath_lab.emulated.checkable_kv import CheckedAt
 from dualpath_lab.faults.simulation.connections import Network, WireFaults
@@ -215,6 +216,24 @@ class ClusterResources:
         if first_rank is not None:
             self._ranks[first_rank.pid].append(process)
         return process, known
+
+    def check_known_end(
+        self, namespace: StoreNamespace, keys: Sequence[BlockKey], end: int
+    ) -> str | None:
+        """Return what is wrong if the first ``end`` blocks of a chain are believed to be stored.
+
+        Some may have been removed, or refused in the middle of a chain, which a look-up need not
+        notice; and those of another unit may follow.
+        """
+        folder = f"/{namespace_name(namespace)}/"
+        stored = {key_of(path) for path, _ in self.disk.blocks() if folder in path}
+        lost = bool(self.storage_faults.injected) or bool(self.janitor_checker.evicted)
+        absent = [key for key in keys[:end] if key not in stored]
+        if absent and not lost:
+            return f"{len(absent)} of {end} blocks are absent, as {absent[0].hex()[:8]}"
+        if len(self.units) == 1 and end < len(keys) and keys[end] in stored:
+            return f"{keys[end].hex()[:8]} follows the first {end} blocks"
+        return None
 
     def table(self, host: str) -> SimProcessTable:
         """Return what the processes of a machine see of each other."""

@@ -435,6 +435,7 @@ class SimCalls(DiskCalls):
         self._step(changes=True)
         file, half = self._open[descriptor].content, len(content) // 2
         if self._faults.full and not self.reliable and (file or not half):
+            self._faults.injected += 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         short = self._faults.full or self.world.chance.random() < _SHORT
         count = half if half and short else len(content)

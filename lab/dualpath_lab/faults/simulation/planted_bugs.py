@@ -15,7 +15,7 @@ from unittest import mock
 import msgspec
 
 from dualpath.core.blocks import BlockKey, BlockOrigin, KeyExtras, StoreNamespace, block_keys
-from dualpath.core.cluster import HostProcess, Role
+from dualpath.core.cluster import EngineAddress, HostProcess, Role
 from dualpath.core.control import Assign, Envelope, FetchDone, GrantRead, Register, Release
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.runs import HitRun
@@ -48,7 +48,7 @@ from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import Attempt, RequestLife
 from dualpath.router.scheduler import attempt as engine_attempt
-from dualpath.router.scheduler import leases, link_messages, registry
+from dualpath.router.scheduler import leases, link_messages, registry, stored_chains
 from dualpath.router.scheduler.attempt import EngineAttempt
 from dualpath.router.scheduler.control_server import ControlServer, LivenessProbes, NamedPeers
 from dualpath.router.scheduler.dispatch import Dispatch
@@ -61,6 +61,7 @@ from dualpath.router.scheduler.registry import EngineState, Registry
 from dualpath.router.scheduler.releases import Releases
 from dualpath.router.scheduler.remote import RemoteAttempt, RemoteRequest, RemoteScheduling
 from dualpath.router.scheduler.roles import Roles
+from dualpath.router.scheduler.stored_chains import StoredChains
 from dualpath.router.scheduler.units import UnitRequest
 from dualpath.router.scheduling import Prepared, RequestOrder
 from dualpath.storage import janitor, posix
@@ -162,7 +163,13 @@ def _any_weights(
     _check_registration(hello, alike, *others)
 
 
-_check_registration = registry.check_registration
+def _cleared_once(self: StoredChains) -> None:
+    """``StoredChains.clear`` that changes nothing but a new object."""
+    if "_writers" not in self.__dict__:
+        _clear(self)
+
+
+_check_registration, _clear = registry.check_registration, StoredChains.clear
 _member = Membership.__init__
 
 #: By name, in the order of docs/reference/simulated-faults.md.
@@ -174,6 +181,10 @@ WEIGHT_BUGS: dict[str, PlantedBug] = {
     "weights-mixed": PlantedBug(
         "an engine joins with other weights than the cluster's",
         replaced(registry, "check_registration", _any_weights),
+    ),
+    "chains-outlive-weights": PlantedBug(
+        "the scheduler takes chains that were stored with former weights for stored",
+        replaced(StoredChains, "clear", _cleared_once),
     ),
 }
 
@@ -735,15 +746,15 @@ _add_called, _behind = ActiveRequests.add_called, GrantRead.behind
 
 
 def _named_to_prefill_only(
-    self: ControlServer, engine_id: str, peer_id: str, call_id: int = 0
-) -> bool:
-    """``ControlServer.name_peer`` that names no PE to a DE."""
+    self: ControlServer, engine_id: str, peer_id: str
+) -> EngineAddress | None:
+    """``ControlServer.unnamed_peer`` that names no PE to a DE."""
     engine = self._registry.live(engine_id)
     is_prefill = engine is not None and engine.role is Role.PREFILL
-    return is_prefill and _name_peer(self, engine_id, peer_id, call_id)
+    return _unnamed_peer(self, engine_id, peer_id) if is_prefill else None
 
 
-_name_peer = ControlServer.name_peer
+_unnamed_peer = ControlServer.unnamed_peer
 
 
 def _agents_of_any_process(self: Peers, engine_id: str, epoch: str) -> tuple[str, ...]:
@@ -784,7 +795,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     ),
     "writer-unnamed": PlantedBug(
         "a DE is not sent which PEs may write to its buffer",
-        replaced(ControlServer, "name_peer", _named_to_prefill_only),
+        replaced(ControlServer, "unnamed_peer", _named_to_prefill_only),
     ),
     "silence-ignored": PlantedBug(
         "a silent engine is not declared lost",
@@ -900,6 +911,10 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     "cached-once-read": PlantedBug(
         "a DE caches blocks as soon as they are read, although the PE may recompute them",
         lambda: mock.patch.object(ReadQueue, "_caches", _ALWAYS, create=True),
+    ),
+    "chain-unreported": PlantedBug(
+        "the scheduler takes a chain for stored that a DE still writes",
+        replaced(stored_chains, "_is_trusted", lambda writer, now_s: True),
     ),
     "read-behind-evicted": PlantedBug(
         "a DE reads what follows its cached blocks although it has evicted some of them",

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from dualpath.core.blocks import BlockKey
 from dualpath.core.control import decode_with
 from dualpath.core.errors import DualPathError
 from dualpath.router.engine_calls import Job, TokenEvent
@@ -423,6 +424,7 @@ class SimRouter(ClientEndpoint):
             has_exited=functools.partial(shared.has_exited, host),
             front_ends_socket=front_ends,
         )
+        self._watch_known_ends()
         self._run(self._serve_as_leader)
         shared.world.on_end(self._release_leadership)
 
@@ -430,6 +432,21 @@ class SimRouter(ClientEndpoint):
     def service(self) -> RouterService:
         """Scheduler and front end."""
         return self._service
+
+    def _watch_known_ends(self) -> None:
+        """Check what the scheduler knows of stored chains without asking an engine."""
+        scheduler, world = self.service.scheduler, self._shared.world
+        stored_end = scheduler.stored_end
+
+        def checked(keys: Sequence[BlockKey]) -> int | None:
+            end, namespace = stored_end(keys), scheduler.registry.namespace
+            if end is not None and namespace is not None:
+                world.note(self.name, f"knows that {end} of {len(keys)} blocks are stored")
+                if (wrong := self._shared.check_known_end(namespace, keys, end)) is not None:
+                    world.problem(f"{self.name} is wrong on what is stored: {wrong}")
+            return end
+
+        scheduler.stored_end = checked  # type: ignore[method-assign]
 
     def _release_leadership(self) -> None:
         if isinstance(self._leadership, FileLeadership):

@@ -25,6 +25,9 @@ from dualpath.storage.node_dram import NodeDram
 # limited cost.
 
 _NS_PER_S = 1_000_000_000
+#: Keys of the last prompts, which orders name by their last key, at some 75 bytes each: 8 million
+#: tokens with blocks of 64 tokens.
+MOST_PROMPT_KEYS = 1 << 17
 
 
 class Retention:
@@ -43,14 +46,33 @@ class Retention:
         self._buffer = buffer
         self._fetch = fetch
         self._cancel_fetch = cancel_fetch
+        #: Keys of the last prompts by the last of them, the latest at the end.
+        self._prompts: dict[BlockKey, Sequence[BlockKey]] = {}
+        self._prompt_keys = 0
         self._until_ns: dict[BlockKey, int] = {}
         #: A heap; a renewed or withdrawn retention leaves its former end until it is rebuilt.
         self._ends: list[tuple[int, BlockKey]] = []
 
+    def assigned(self, keys: Sequence[BlockKey]) -> None:
+        """Remember a prompt that this engine serves, in place of the one that it continues."""
+        if not keys or len(keys) > MOST_PROMPT_KEYS:
+            return
+        self._drop_prompt(next((key for key in reversed(keys) if key in self._prompts), b""))
+        self._prompts[keys[-1]] = keys
+        self._prompt_keys += len(keys)
+        while self._prompt_keys > MOST_PROMPT_KEYS:
+            self._drop_prompt(next(iter(self._prompts)))
+
+    def _drop_prompt(self, tail: BlockKey) -> None:
+        self._prompt_keys -= len(self._prompts.pop(tail, ()))
+
     def apply(self, message: Retain, now_ns: int) -> None:
         """Retain blocks, or make them the first to be evicted."""
+        prompt = self._prompts.get(message.prompt_tail, ())
+        if message.prompt_tail and not prompt:
+            return
         # A message cannot retain more blocks than the buffer has slots.
-        keys = message.keys[: self._buffer.capacity]
+        keys = (*prompt, *message.keys)[: self._buffer.capacity]
         if message.retain_s <= 0:
             self._remove(keys)
             self._buffer.unretain(keys, evict_first=True)
@@ -84,6 +106,8 @@ class Retention:
 
     def end_session(self) -> None:
         """End all retentions, as the router of the session no longer tracks them."""
+        self._prompts.clear()
+        self._prompt_keys = 0
         keys = list(self._until_ns)
         self._remove(keys)
         self._ends.clear()

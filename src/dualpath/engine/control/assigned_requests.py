@@ -24,7 +24,7 @@ from dualpath.engine.buffer.block_buffer import BlockBuffer
 from dualpath.engine.buffer.hbm_reservations import HbmReservations
 from dualpath.engine.control.peers import Peers
 from dualpath.engine.counters import Counter
-from dualpath.engine.io.persister import Persister, WriteTask
+from dualpath.engine.io.persister import ChainWrites, Persister, WriteTask, Written
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.hbm_layout import NO_BLOCK, HbmBlock
 from dualpath.engine.passes.pass_transfers import BlockHolder
@@ -168,11 +168,11 @@ class ActiveRequests:
             assert request_id not in self._active, f"request {request_id} is active already"
             self._active[request_id] = _Request(tokens, now_ns, keys, hbm_wanted, fetches=fetches)
 
-    def add_third(self, request_id: str, now_ns: int) -> None:
-        """A third DE serves a part of a request's hit; it does not count as unfinished here."""
+    def add_third(self, request_id: str, now_ns: int, keys: Sequence[BlockKey]) -> None:
+        """A third DE serves the blocks of these keys; the request is not unfinished here."""
         with self._lock:
             assert request_id not in self._active, f"request {request_id} is active already"
-            self._active[request_id] = _Request(0, now_ns, third=True)
+            self._active[request_id] = _Request(0, now_ns, keys, third=True)
 
     def to_be_persisted(self, request_id: str) -> Sequence[BlockKey] | None:
         """Return the keys of a request whose new blocks are not being persisted yet, else None."""
@@ -180,6 +180,12 @@ class ActiveRequests:
             request = self._active.get(request_id)
             persists = request is not None and request.release is None and not request.persist_seen
             return request.keys if request is not None and persists else None
+
+    def keys_of(self, request_id: str) -> Sequence[BlockKey]:
+        """Return the keys of a request's assignment; none if it is not (or no longer) here."""
+        with self._lock:
+            request = self._active.get(request_id)
+            return () if request is None else request.keys
 
     def hbm_wanted(self, request_id: str) -> HbmWanted | None:
         """Return the HBM that a request asks for; None if it is not (or no longer) here."""
@@ -389,6 +395,7 @@ class ServedPrompts:
 
     ``hbm`` are the reserved HBM blocks, ``leave_hbm`` copies blocks out of them into storage and
     the DRAM cache, and ``holder`` holds blocks back from reuse while a copy writes to them.
+    ``chains`` gets the outcome of each write.
     """
 
     def __init__(
@@ -401,9 +408,11 @@ class ServedPrompts:
         hbm: HbmReservations,
         leave_hbm: Callable[[Sequence[GeneratedBlock], Sequence[GeneratedBlock]], None],
         holder: BlockHolder,
+        chains: ChainWrites,
         *,
         moves_bytes: bool,
     ) -> None:
+        self._chains = chains
         self._geometry = rank.geometry
         self._rank = rank
         self._active = active
@@ -431,20 +440,31 @@ class ServedPrompts:
         if hbm_blocks := self._hbm.blocks_of(request_id):
             self._persist_from_hbm(message, hbm_blocks)
             return
-        blocks = BlockRun(message.first_block, len(message.keys))
+        assigned, first = self._active.keys_of(request_id), message.first_block
+        keys, new_blocks = assigned[: message.blocks], max(message.blocks - first, 0)
         held = self._buffer.slots_of(request_id)
-        slots = held[blocks.first : blocks.end]
+        slots = held[first : message.blocks]
         # Without new blocks as well: the hit's blocks are cached from these slots.
-        complete = len(held) >= blocks.end or not self._moves_bytes
-        if not complete or not self._active.is_active(request_id):
-            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
+        complete = len(held) >= message.blocks or not self._moves_bytes
+        known = len(keys) == message.blocks and self._active.is_active(request_id)
+        if not complete or not known:
+            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, new_blocks)
             return
         self._buffer.pin(slots)
-        self._cache(message, held)
+        if self._moves_bytes:
+            self._cache(request_id, first, keys, held)
+        self._chains.begin(request_id, keys, assigned)
+        written = self._chains.prompt(request_id)
         # From here on another thread may free the request's slots, once its KV is in HBM.
-        self._active.persist_seen(request_id)
-        self._write(request_id, blocks, slots, message.keys, message.origin)
+        self._persist_seen(request_id)
+        origin = BlockOrigin(keys[first - 1] if first else chain_root(), message.tenant)
+        new = BlockRun(first, new_blocks)
+        self._write(request_id, new, slots, keys[first:], origin, written)
         self._free_if_served(request_id)
+
+    def _persist_seen(self, request_id: str) -> None:
+        if not self._active.persist_seen(request_id):
+            self._chains.drop(request_id)  # It was released meanwhile.
 
     def _write(
         self,
@@ -453,37 +473,35 @@ class ServedPrompts:
         slots: Sequence[int],
         keys: Sequence[BlockKey],
         origin: BlockOrigin,
+        written: Written,
     ) -> None:
         """Write blocks from pinned slots of the buffer, then unpin the slots."""
         step = step_of(PERSIST_PROMPT, self._geometry, blocks, slots=tuple(slots))
         sources = [self._buffer.view(slot) for slot in slots]
         over = functools.partial(self._buffer.unpin, slots)
-        self._persister.add(WriteTask(request_id, step, keys, sources, over, origin))
+        self._persister.add(WriteTask(request_id, step, keys, sources, over, origin, written))
 
     def _persist_with(self, transfer: DecodeTransfer) -> None:
         """Write the new blocks of a prompt whose KV is complete, as its transfer orders."""
         request_id, first = transfer.request_id, transfer.persist_from
         if first is None or (keys := self._active.to_be_persisted(request_id)) is None:
             return
+        blocks = len(keys)
         if self._moves_bytes:
-            keys = keys[: len(self._buffer.slots_of(request_id))]
-        parent = keys[first - 1] if first else chain_root()
-        origin = BlockOrigin(parent, transfer.tenant)
-        new, hits = tuple(keys[first:]), tuple(keys[:first])
-        self.persist(Persist(request_id, first, new, origin, hits))
+            blocks = min(blocks, len(self._buffer.slots_of(request_id)))
+        self.persist(Persist(request_id, first, blocks, transfer.tenant))
 
-    def _cache(self, message: Persist, held: Sequence[int]) -> None:
+    def _cache(
+        self, request_id: str, first: int, keys: Sequence[BlockKey], held: Sequence[int]
+    ) -> None:
         """Cache the full blocks of a prompt, to which no transfer writes any more.
 
-        In a model with window layers hit blocks may lack layers here and are not added.
+        In a model with window layers those before block ``first``, hits, may lack layers here and
+        are not added.
         """
-        hit_keys, first = message.hit_keys, message.first_block
-        if self._moves_bytes and len(hit_keys) == first:
-            begin = first if self._geometry.layer_windows else 0
-            keys = (hit_keys + message.keys)[begin:]
-            slots = held[begin : begin + len(keys)]
-            parent = hit_keys[begin - 1] if begin else chain_root()
-            self._buffer.cache_blocks(message.request_id, slots, keys, parent)
+        begin = first if self._geometry.layer_windows else 0
+        parent = keys[begin - 1] if begin else chain_root()
+        self._buffer.cache_blocks(request_id, held[begin : len(keys)], keys[begin:], parent)
 
     def _persist_from_hbm(self, message: Persist, hbm_blocks: Sequence[int]) -> None:
         """Write a prompt's new blocks from where they are: reserved HBM, or slots of the buffer.
@@ -491,13 +509,16 @@ class ServedPrompts:
         For the DRAM cache alone, hits that the PE has sent leave HBM as well.
         """
         request_id, first = message.request_id, message.first_block
-        keys = message.hit_keys + message.keys
-        known = len(message.hit_keys) == first and len(hbm_blocks) >= len(keys)
+        assigned, tenant = self._active.keys_of(request_id), message.tenant
+        keys = assigned[: message.blocks]
+        known = len(keys) == message.blocks and len(hbm_blocks) >= message.blocks
         if not known or not self._active.is_active(request_id):
-            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
+            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, max(message.blocks - first, 0))
             return
-        tenant = message.origin.tenant
         parents = (chain_root(), *keys)
+        self._chains.begin(request_id, keys, assigned)
+        all_queued = self._chains.prompt(request_id)
+        new_blocks: int | None = 0
         in_slots: set[int] = set()
         for run in message.hits:
             in_slots.update(range(run.blocks.first, run.blocks.end))
@@ -505,6 +526,7 @@ class ServedPrompts:
                 # Neither in the slots nor, before its load, in HBM.
                 lost = min(run.blocks.end, len(keys)) - max(first, run.blocks.first)
                 self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, max(lost, 0))
+                new_blocks = None
                 continue
             own = keys[run.blocks.first : run.blocks.end]
             before = parents[run.blocks.first]
@@ -516,15 +538,18 @@ class ServedPrompts:
                 blocks = BlockRun(new, run.blocks.end - new)
                 origin = BlockOrigin(parents[new], tenant)
                 slots = run.slots[skipped:]
-                self._write(request_id, blocks, slots, keys[new : run.blocks.end], origin)
+                own = keys[new : run.blocks.end]
+                written = self._chains.prompt(request_id)
+                self._write(request_id, blocks, slots, own, origin, written)
         sent = [
-            GeneratedBlock(hbm_blocks[block], keys[block], parents[block], tenant)
+            GeneratedBlock(hbm_blocks[block], keys[block], parents[block], tenant, request_id)
             for block in range(len(keys))
             if block not in in_slots
         ]
         cached = sum(block not in in_slots for block in range(first))
         self._leave_hbm(sent[cached:], sent[:cached])
-        self._active.persist_seen(request_id)
+        all_queued(new_blocks)
+        self._persist_seen(request_id)
         with self._lock:
             load = self._loads.pop(request_id, None)
         if load is not None:
@@ -636,6 +661,7 @@ class ServedPrompts:
     def over(self, request_id: str) -> None:
         """A request that was dropped from the active ones holds nothing any more."""
         self._buffer.release(request_id)
+        self._chains.over(request_id)  # First, so that one report has both.
         self._send(RequestOver(request_id))
 
     def _free_if_served(self, request_id: str) -> None:

@@ -31,6 +31,7 @@ from dualpath.core.control import (
     Report,
     RequestOver,
     RouterMessage,
+    StoredChain,
     Synced,
     decode_router_message,
     encode,
@@ -445,6 +446,8 @@ class ControlLink:
             register, self._report_events, self._take, self._end_session, has_events
         )
         self._events: deque[KvInHbm | RequestOver] = deque()
+        #: Chains that are stored since the last report: the oldest are dropped.
+        self._stored: deque[StoredChain] = deque(maxlen=MOST_EVENTS)
         self._tick = tick
         self._failed = failed
         self._outgoing: deque[EngineMessage] = deque()
@@ -460,8 +463,11 @@ class ControlLink:
     def send(self, message: EngineMessage) -> None:
         """Queue a message; unless it only answers a query, report the load as well.
 
-        Events are sent with that report.
+        Events are sent with that report, and stored chains with the next one.
         """
+        if isinstance(message, StoredChain):
+            self._stored.append(message)
+            return
         if isinstance(message, KvInHbm | RequestOver):
             self._events.append(message)
         else:
@@ -530,16 +536,19 @@ class ControlLink:
         while self._events and len(events) < MOST_EVENTS:
             events.append(self._events.popleft())
         self._session.load_changed = bool(self._events)
-        return msgspec.structs.replace(report, events=tuple(events))
+        stored = [self._stored.popleft() for _ in range(len(self._stored))]
+        return msgspec.structs.replace(report, events=tuple(events), stored=tuple(stored))
 
     def _take(self, message: RouterMessage) -> None:
         if isinstance(message, Registered):
             # Those of a former session: the next router may use the names of its requests again.
             self._events.clear()
+            self._stored.clear()
         self._handle(message)
 
     def _end_session(self, reason: str) -> None:
         self._events.clear()
+        self._stored.clear()
         self._end(reason)
 
     def _send_queued(self) -> None:

@@ -59,7 +59,7 @@ from dualpath.engine.control.assigned_requests import (
 )
 from dualpath.engine.control.fetches import Fetches
 from dualpath.engine.io.lookups import Lookups
-from dualpath.engine.io.persister import Persister, WriteShare
+from dualpath.engine.io.persister import ChainWrites, Persister, WriteShare
 from dualpath.engine.io.read_queue import ReadQueue, ReadTask
 from dualpath.engine.passes.attention_times import AttentionTimes
 from dualpath.engine.passes.device import Device, HostDevice
@@ -180,13 +180,14 @@ class TrafficManager:
             *(storage, counters, trace, blank, settings.parallel_writes, rank.health, share),
             stored=functools.partial(self.block_events.stored, Medium.STORAGE),
         )
+        self._chains = ChainWrites(send, threads)
         self._generated = GeneratedBlocks(
-            rank, self.staging, self.persister, self.buffer.cache_copy, holder
+            rank, self.staging, self.persister, self.buffer.cache_copy, holder, self._chains
         )
         self._lookups = Lookups(storage, self.persister.pending, self.counters, send, threads)
         self._prompts = ServedPrompts(
             *(rank, self.active, self.buffer, self.persister, send, self.reserved_hbm),
-            *(self._leave_hbm, holder),
+            *(self._leave_hbm, holder, self._chains),
             moves_bytes=settings.mode.moves_bytes,
         )
         self._report_seq = 0
@@ -326,6 +327,7 @@ class TrafficManager:
 
     def _begin_session(self, message: Registered) -> None:
         self.active.begin_session(message.session)
+        self._chains.clear()
         self._tier.begin_session(caching=message.enable_caching)
         self.peers.session_begins(self.trace.now_ns())
         for request_id in self._teardown.settled_since():
@@ -339,6 +341,8 @@ class TrafficManager:
         Raises ``BadRequestError`` if an earlier request of this id is still here,
         ``BufferTooSmallError`` for more slots than the buffer has.
         """
+        if message.peer is not None:
+            self._rank.peer_up(message.peer)
         if self._is_here(message.request_id):
             raise BadRequestError(
                 f"request {message.request_id}: {_NAME_IN_USE}; send it under another id"
@@ -346,6 +350,10 @@ class TrafficManager:
         wanted = HbmWanted(message.hbm_prompt_tokens, message.hbm_new_tokens)
         if wanted.prompt_tokens:
             self.reserved_hbm.check(message.request_id, *wanted)
+        if used := message.keys[: message.used_blocks]:
+            self._storage.used(used[-1])
+        if self.settings.role is Role.DECODE:
+            self._retention.assigned(message.keys)
         request_id, shared = message.request_id, message.keys[: message.shared_blocks]
         fetches, now_ns = message.fetch is not None, self.trace.now_ns()
         self.active.add(request_id, message.tokens, now_ns, message.keys, wanted, fetches=fetches)
@@ -396,7 +404,7 @@ class TrafficManager:
         if isinstance(leased, str):
             self._send(ThirdRefused(request_id, leased))
             return
-        self.active.add_third(request_id, self.trace.now_ns())
+        self.active.add_third(request_id, self.trace.now_ns(), message.keys)
         self._tier.granted(leased)
         self._send(Reserved(request_id, leased.slots, 0.0, leased.cached))
 
@@ -478,11 +486,16 @@ class TrafficManager:
 
     def _read(self, message: Read) -> None:
         """Queue the storage reads of a run of blocks; ``ReadDone`` follows."""
+        first, count = message.first_key, message.run.blocks.count
+        keys = self.active.keys_of(message.request_id)[first : first + count]
+        if len(keys) < count:
+            raise BadRequestError(
+                f"request {message.request_id}: {count} blocks are to be read, of which its "
+                f"assignment here has {len(keys)} keys; send it through the router"
+            )
         reads, now_ns = run_reads(self.geometry, message.run), self.trace.now_ns()
         self._reader.add(
-            ReadTask(
-                message.request_id, reads, message.keys, now_ns, message.deadline_s, message.parent
-            )
+            ReadTask(message.request_id, reads, keys, now_ns, message.deadline_s, message.parent)
         )
 
     def _ask_release(self, message: Release) -> None:
@@ -497,6 +510,7 @@ class TrafficManager:
 
     def _free(self, message: Release) -> None:
         self._cancel_reads(message.request_id)
+        self._chains.drop(message.request_id)
         self.active.drop(message.request_id)
         self._prompts.released(message.request_id)
         for memory in (self.buffer, self.reserved_hbm):
@@ -515,6 +529,7 @@ class TrafficManager:
         self._tier.end_session()
         self._retention.end_session()
         self._teardown.end_session(reason)
+        self._chains.clear()
         self._lookups.drop()
 
     def in_doubt(self) -> InDoubt:
@@ -591,7 +606,7 @@ class TrafficManager:
         if self.settings.mode.moves_bytes:
             self._generated.persist(blocks)
         else:
-            self._generated.persist_keys([block.key for block in blocks])
+            self._generated.persist_keys(blocks)
 
     def close(self, limit: TimeLimit) -> bool:
         """Finish writes, stop all threads and free memory, within the limit; idempotent.

@@ -1,5 +1,6 @@
 """Writes new Full Blocks to storage in the background; no request waits for it."""
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
+from dualpath.core.control import StoredChain
 from dualpath.core.errors import StorageError
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.threads import OS_THREADS, Health, Threads, TimeLimit
@@ -63,6 +65,111 @@ class PendingWrites:
                 return False
             self._waiting.setdefault(key, []).append(call)
             return True
+
+
+# ------------------------------------------------------------------------------------ chain writes
+# What each request writes, so that the router knows where its chain ends without a look-up.
+
+#: Receives how many blocks of a write were new, None if some are not stored.
+Written = Callable[[int | None], None]
+
+
+def _unreported(new_blocks: int | None) -> None:
+    """Ignore the end of a write that belongs to no chain."""
+
+
+class _Chain:
+    __slots__ = ("failed", "generated", "last", "left", "new_blocks", "over", "prompt_tail")
+
+    def __init__(self, last: BlockKey, prompt_tail: BlockKey) -> None:
+        self.last, self.prompt_tail = last, prompt_tail
+        self.generated: list[BlockKey] = []
+        self.left = self.new_blocks = 0
+        self.failed = self.over = False
+
+
+class ChainWrites:
+    """Reports the chain of a request to ``stored`` when it is over and all its writes have ended.
+
+    A chain of which a block could not be stored is not reported.  Thread-safe; ``stored`` is called
+    on the thread on which the last of these events comes.
+    """
+
+    def __init__(
+        self, stored: Callable[[StoredChain], None], threads: Threads = OS_THREADS
+    ) -> None:
+        self._lock = threads.lock()
+        self._stored = stored
+        #: Of requests that are not over.
+        self._chains: dict[str, _Chain] = {}
+
+    def begin(
+        self, request_id: str, keys: Sequence[BlockKey], prompt_keys: Sequence[BlockKey]
+    ) -> None:
+        """A request begins to write; ``keys`` are those of the prompt's blocks that it has.
+
+        They are fewer than ``prompt_keys`` if the DE computes the others.
+        """
+        if keys and prompt_keys:
+            with self._lock:
+                self._chains[request_id] = _Chain(keys[-1], prompt_keys[-1])
+
+    def prompt(self, request_id: str) -> Written:
+        """A write of blocks of a request's prompt is queued; the result must be called once."""
+        with self._lock:
+            return self._expect(self._chains.get(request_id))
+
+    def generated(self, request_id: str, key: BlockKey, parent: BlockKey) -> Written:
+        """A block that a request has filled is to be written; the result must be called once."""
+        with self._lock:
+            chain = self._chains.get(request_id)
+            if chain is not None:
+                # A block that has left a window is not written: the chain has a gap there.
+                chain.failed = chain.failed or parent != chain.last
+                chain.last = key
+                chain.generated.append(key)
+                if key == chain.prompt_tail:  # So far it has computed its prompt.
+                    chain.generated.clear()
+            return self._expect(chain)
+
+    def over(self, request_id: str) -> None:
+        """A request has ended by itself and writes no further blocks."""
+        with self._lock:
+            if (chain := self._chains.pop(request_id, None)) is None:
+                return
+            chain.over = True
+        self._report(chain)
+
+    def drop(self, request_id: str) -> None:
+        """A request has ended in another way: its chain is not reported; idempotent."""
+        with self._lock:
+            self._chains.pop(request_id, None)
+
+    def clear(self) -> None:
+        """A session begins or ends: drop the chains of all requests."""
+        with self._lock:
+            self._chains.clear()
+
+    def _expect(self, chain: _Chain | None) -> Written:
+        if chain is None:
+            return _unreported
+        chain.left += 1
+        return functools.partial(self._written, chain)
+
+    def _written(self, chain: _Chain, new_blocks: int | None) -> None:
+        with self._lock:
+            chain.left -= 1
+            chain.failed = chain.failed or new_blocks is None
+            chain.new_blocks += new_blocks or 0
+        self._report(chain)
+
+    def _report(self, chain: _Chain) -> None:
+        with self._lock:
+            if not chain.over or chain.left or chain.failed:
+                return
+            chain.over = False
+        generated = tuple(chain.generated)
+        self._stored(StoredChain(chain.prompt_tail, generated, chain.new_blocks))
 
 
 # ------------------------------------------------------------------------------------- write share
@@ -145,7 +252,10 @@ _WRITE_LIMIT_S = 60.0
 
 
 class WriteTask:
-    """A step to storage: keys, memory and origin of its blocks, and a callback for its end."""
+    """A step to storage: keys, memory and origin of its blocks, and callbacks for its end.
+
+    ``written`` is called if its blocks are stored or refused, ``then`` in any case.
+    """
 
     def __init__(
         self,
@@ -155,7 +265,9 @@ class WriteTask:
         sources: Sequence[memoryview],
         then: Callable[[], None],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
+        written: Written = _unreported,
     ) -> None:
+        self.written = written
         self.request_id = request_id
         self.step = step
         self.keys = keys
@@ -213,6 +325,7 @@ class Persister:
             task.step = msgspec.structs.replace(task.step, bytes=0)
             task.sources = [self._blank] * len(task.keys)
         if not task.keys:
+            task.written(0)
             task.then()
             return
         self.pending.begin(task.keys)
@@ -256,7 +369,7 @@ class Persister:
                 self._progressed()
             try:
                 self._share.wait_to_write(task.step.bytes, self._progressed)
-                self._write(task)
+                task.written(self._write(task))
                 task.then()
             except Exception:  # a defect in a callback must not end a writer
                 log.exception("work after a write failed")
@@ -285,24 +398,25 @@ class Persister:
         if refused:
             log.warning("storage accepts writes again; %d blocks were not persisted", refused)
 
-    def _write(self, task: WriteTask) -> None:
+    def _write(self, task: WriteTask) -> int | None:
+        """Return how many blocks were new, None if some are not stored."""
         start_ns = self._trace.now_ns()
-        step = task.step
+        step, whole = task.step, True
         try:
             new = self._storage.write(task.keys, task.sources, task.origin)
         except DeclinedError as declined:
             log.debug("%d of %d blocks: %s", declined.stored, len(task.keys), declined)
-            new = declined.new
+            new, whole = declined.new, False
             share = step.bytes // len(task.keys) if task.keys else 0
             step = msgspec.structs.replace(step, bytes=declined.stored * share)
         except StorageError as error:
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(task.keys))
             self._refused(len(task.keys), error)
-            return
+            return None
         except Exception:  # a defect must not end a writer
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(task.keys))
             log.exception("%d blocks are not persisted", len(task.keys))
-            return
+            return None
         else:
             self._stored(task.keys, task.origin.parent)
         self._accepted()
@@ -310,3 +424,4 @@ class Persister:
         self._counters.moved(step)
         done = Executed(step, start_ns, self._trace.now_ns())
         self._trace.moved([(task.request_id, done)], blocks=new)
+        return new if whole else None

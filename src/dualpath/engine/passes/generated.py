@@ -17,7 +17,7 @@ from dualpath.core.blocks import BlockKey, BlockOrigin
 from dualpath.core.runs import BlockRun
 from dualpath.engine.buffer.block_buffer import BlockBuffer
 from dualpath.engine.counters import Counter
-from dualpath.engine.io.persister import Persister, WriteTask
+from dualpath.engine.io.persister import ChainWrites, Persister, WriteTask, Written
 from dualpath.engine.passes.hbm_copy import BlockOut
 from dualpath.engine.passes.hbm_layout import HbmBlock, block_ids
 from dualpath.engine.passes.pass_transfers import BlockHolder
@@ -30,12 +30,16 @@ log = logging.getLogger(__name__)
 
 
 class GeneratedBlock(NamedTuple):
-    """An HBM block that is full of generated tokens; parent and tenant as in ``BlockOrigin``."""
+    """An HBM block that is full of generated tokens; parent and tenant as in ``BlockOrigin``.
+
+    ``request_id`` is that of its transfer.
+    """
 
     hbm_block: HbmBlock
     key: BlockKey
     parent: BlockKey = b""
     tenant: str = ""
+    request_id: str = ""
 
 
 #: For each block its staging slot and the number of its work item, None if it is dropped.
@@ -46,7 +50,7 @@ class GeneratedBlocks:
     """Persists full blocks of generated tokens, and of prompts that arrive in HBM.
 
     ``cache`` gets the key, the parent key and the content of each block, to add it to the DRAM
-    cache; ``holder`` holds HBM blocks back from reuse.
+    cache; ``holder`` holds HBM blocks back from reuse; ``chains`` gets the outcome of each write.
     """
 
     def __init__(
@@ -56,10 +60,13 @@ class GeneratedBlocks:
         persister: Persister,
         cache: Callable[[BlockKey, BlockKey, memoryview], object],
         holder: BlockHolder,
+        chains: ChainWrites | None = None,
     ) -> None:
         self._holder = holder
-        #: Blocks of prompts that wait for a slot, and whether each is also written to storage.
-        self._waiting: deque[tuple[GeneratedBlock, bool]] = deque()
+        self._chains = chains or ChainWrites(lambda chain: None)
+        #: Blocks of prompts that wait for a slot, and what gets the outcome of their writes to
+        #: storage, None for those that are only cached.
+        self._waiting: deque[tuple[GeneratedBlock, Written | None]] = deque()
         #: Blocks of prompts that are not copied yet.
         self._left = 0
         self._changed = rank.health.threads.condition()
@@ -85,7 +92,10 @@ class GeneratedBlocks:
         self._holder.hold(block_ids(block.hbm_block for block in (*blocks, *only_cached)))
         # Pending from here on: a look-up has to wait for the write.
         self._persister.pending.begin([block.key for block in blocks])
-        leaving = [(block, True) for block in blocks] + [(block, False) for block in only_cached]
+        leaving = [
+            *((block, self._chains.prompt(block.request_id)) for block in blocks),
+            *((block, None) for block in only_cached),
+        ]
         with self._changed:
             self._left += len(leaving)
 
@@ -100,8 +110,8 @@ class GeneratedBlocks:
         while self._waiting and not self._closed and self._staging.free > self._spared_slots:
             if (slot := self._staging.allocate()) is None:
                 return
-            block, persisted = self._waiting.popleft()
-            out = self._block_out(slot, self._rank.work.begin(), block, persisted=persisted)
+            block, written = self._waiting.popleft()
+            out = self._block_out(slot, self._rank.work.begin(), block, written)
 
             def copied(error: str | None, out: BlockOut = out) -> None:
                 self._holder.unhold(block_ids([out.hbm_block]))
@@ -129,10 +139,13 @@ class GeneratedBlocks:
         if self._waiting:
             self._rank.movers.pump.call(self._stage)
 
-    def persist_keys(self, keys: Sequence[BlockKey]) -> None:
+    def persist_keys(self, blocks: Sequence[GeneratedBlock]) -> None:
         """Queue blocks of which only the lengths are stored."""
-        step = step_of(PERSIST_GENERATED, self._geometry, BlockRun(0, len(keys)))
-        self._persister.add(WriteTask("", step, keys, [], lambda: None))
+        step = step_of(PERSIST_GENERATED, self._geometry, BlockRun(0, 1))
+        for block in blocks:
+            written = self._chains.generated(block.request_id, block.key, block.parent)
+            task = WriteTask("", step, [block.key], [], lambda: None, written=written)
+            self._persister.add(task)
 
     def persist(self, blocks: Sequence[GeneratedBlock]) -> None:
         """Copy blocks out of HBM and queue them for storage.
@@ -144,12 +157,14 @@ class GeneratedBlocks:
         self._rank.group.broadcast(order)
         staged = []
         for taken, block in zip(order, blocks, strict=True):
+            written = self._chains.generated(block.request_id, block.key, block.parent)
             if taken is None:
                 self._drop("all staging slots are being written; raise staging_blocks")
+                written(None)
             else:
                 # Pending from here on: a look-up during the copy has to wait for the write.
                 self._persister.pending.begin([block.key])
-                staged.append((block.key, self._block_out(*taken, block)))
+                staged.append((block.key, self._block_out(*taken, block, written)))
         left = self._rank.copier.out_of_hbm([out for _, out in staged])
         self._persister.pending.end(
             key for (key, _), in_time in zip(staged, left, strict=True) if not in_time
@@ -160,8 +175,9 @@ class GeneratedBlocks:
         return None if slot is None else (slot, self._rank.work.begin())
 
     def _block_out(
-        self, slot: int, number: int, block: GeneratedBlock, *, persisted: bool = True
+        self, slot: int, number: int, block: GeneratedBlock, outcome: Written | None
     ) -> BlockOut:
+        """Return the copy of a block, which is then written to storage if ``outcome`` is given."""
         key, work = block.key, self._rank.work
         *copies, persist = generated_steps(self._geometry, slot)
 
@@ -171,16 +187,18 @@ class GeneratedBlocks:
         def all_copied(error: str | None) -> None:
             if error is None and not work.board.others_staged(slot, number):
                 error = "another rank of this engine could not copy it"
-            if error is None and not persisted:
+            if error is not None:
+                if outcome is not None:
+                    self._drop(error)
+                    outcome(None)
+                over()
+            elif outcome is None:
                 written()
-            elif error is None:
+            else:
                 sources = [self._staging.view(slot)]
                 origin = BlockOrigin(block.parent, block.tenant)
-                self._persister.add(WriteTask("", persist, [key], sources, written, origin))
-            else:
-                if persisted:
-                    self._drop(error)
-                over()
+                task = WriteTask("", persist, [key], sources, written, origin, outcome)
+                self._persister.add(task)
 
         def written() -> None:
             # Before a look-up that waits for the write can report the block as stored.
@@ -189,7 +207,7 @@ class GeneratedBlocks:
 
         def over() -> None:
             self._freed(slot)
-            if persisted:
+            if outcome is not None:
                 self._persister.pending.end([key])
 
         return BlockOut(copies, block.hbm_block, copied)

@@ -216,6 +216,14 @@ class RouterMetrics:
             "Stored prompt tokens that were recomputed, by reason.",
             "reason",
         )
+        self._saved_lookups = self._counter(
+            "saved_lookups",
+            "Prompts of which the scheduler knew how much is stored without asking an engine.",
+        )
+        self._short_lookups = self._counter(
+            "short_lookups",
+            "Saved look-ups that would have found more: it was computed again.",
+        )
         self._lookup_failures = self._counter(
             "lookup_failures",
             "Look-ups not finished in time; blocks not found by then count as not stored.",
@@ -345,6 +353,14 @@ class RouterMetrics:
     def lookup_failed(self, reason: str) -> None:
         """Count a look-up that failed."""
         self._lookup_failures.labels(reason).inc()
+
+    def lookup_saved(self) -> None:
+        """Count a prompt that was not looked up."""
+        self._saved_lookups.inc()
+
+    def lookup_was_short(self) -> None:
+        """Count a prompt that should have been looked up."""
+        self._short_lookups.inc()
 
     def session_ordered(self, reason: str, blocks: int) -> None:
         """Count an order for an agent's session."""

@@ -3,10 +3,11 @@
 This is the scheduler's side of an attempt; model work and tokens are the front end's
 (``requests.request``).  Whatever an attempt holds is released by ``close``, however it ends.
 
-*Look-up.*  All engines see the same storage.  So an engine that at its deadline reports only the
-blocks that it knows is not followed by another, but if an engine is lost or silent, another is
-asked in the time left.  An engine that was asked may still answer until then: a router or an engine
-that is late for a moment loses no hits.
+*Look-up.*  A first attempt asks no engine if the scheduler knows where its chain ends in storage
+(``stored_chains``).  All engines see the same storage.  So an engine that at its deadline reports
+only the blocks that it knows is not followed by another, but if an engine is lost or silent,
+another is asked in the time left.  An engine that was asked may still answer until then: a router
+or an engine that is late for a moment loses no hits.
 
 *What only DRAM has.*  A block of which the write failed, or which storage has evicted, may still be
 cached by engines, or shared by those of a node.  It is a hit if the request is placed on such an
@@ -63,7 +64,6 @@ import msgspec
 
 from dualpath.core.blocks import (
     BlockKey,
-    BlockOrigin,
     chain_root,
     holding_blocks,
     max_hit_blocks,
@@ -177,11 +177,15 @@ class EngineAttempt(AttemptChannel):
         self._move_tried = self._moved = False
         #: Engines that count the request.
         self._assigned: set[str] = set()
+        #: By PE and third DE: blocks of which it has been sent the keys, in their order.
+        self._keys_at: dict[str, Sequence[BlockRun]] = {}
         #: The PE's assignment, if its call brings it.
         self._call_assignment: CallAssignment | None = None
         #: Blocks at the head of the prompt: those stored; the hits at the engines of the
         #: assignment, stored or not; the hits that are to be loaded.
         self._stored_blocks = self._found_blocks = self._wanted_blocks = 0
+        #: The stored ones are known without a look-up.
+        self._known = False
         self._whole_from = 0
         self._unstored_reason = GONE if order.cacheable else NOT_CACHEABLE
         self._short_reason = ""
@@ -318,6 +322,12 @@ class EngineAttempt(AttemptChannel):
         if not keys:
             return 0
         with self._stages.stage(Stage.LOOKUP):
+            if self._order.number == 1 and not self._order.look_up:
+                end = self._scheduler.stored_end(keys)
+                if end is not None:
+                    self._known = True
+                    self._scheduler.metrics.lookup_saved()
+                    return end
             stored_blocks, failure = await look_up(self._scheduler, keys)
         if failure is not None:
             logger.warning(
@@ -542,6 +552,7 @@ class EngineAttempt(AttemptChannel):
         """Return the runs that a third DE serves, in its slots, or that it serves none."""
         scheduler, order = self._scheduler, self._order
         keys = tuple(key for run in runs for key in order.keys[run.blocks.first : run.blocks.end])
+        self._keys_at[engine_id] = [run.blocks for run in runs]
         reserved, refused = self.expect(Reserved, engine_id), self.expect(ThirdRefused, engine_id)
         self.check()
         self.thirds[engine_id] = scheduler.engine(engine_id)
@@ -720,7 +731,8 @@ class EngineAttempt(AttemptChannel):
         first, read = fitting[0].blocks.first, None
         if fitting[-1].blocks.end - first == count:
             read = self._grant_read(engine, HitRun(Role.PREFILL, BlockRun(first, count)), first)
-        granted = await self._reserve(engine, count, [run.blocks for run in fitting], read)
+        blocks = self._keys_at[engine.engine_id] = [run.blocks for run in fitting]
+        granted = await self._reserve(engine, count, blocks, read)
         placed = in_slots(fitting, granted.slots, granted.cached_blocks)
         return await self._read_all(engine, placed, granted.read) + short
 
@@ -771,7 +783,6 @@ class EngineAttempt(AttemptChannel):
         if not run.blocks:
             return RunRead(assigned, run, (), GONE)
         run, first = run.whole_behind(self._whole_from), run.blocks.first
-        keys = self._order.keys[first : run.blocks.end]
         self.check()
         answer = self.expect(ReadDone, engine.engine_id)
         self._reading(engine)
@@ -780,12 +791,19 @@ class EngineAttempt(AttemptChannel):
             Read(
                 request_id=self.attempt_id,
                 run=run,
-                keys=keys,
+                first_key=self._first_key(engine, first),
                 deadline_s=settings.read_deadline_s,
                 parent=self._order.keys[first - 1] if first else chain_root(),
             ),
         )
         return await self._outcome(engine, assigned, run, _BegunRead(scheduler.clock(), answer))
+
+    def _first_key(self, engine: EngineInfo, block: int) -> int:
+        """Return the place of a block's key among those that an engine was sent; a DE has all."""
+        if engine.engine_id == self._decode_engine.engine_id:
+            return block
+        runs = self._keys_at.get(engine.engine_id, ())
+        return sum(min(max(block - run.first, 0), run.count) for run in runs)
 
     def _reading(self, engine: EngineInfo) -> None:
         """An engine is sent a read."""
@@ -923,20 +941,24 @@ class EngineAttempt(AttemptChannel):
         """
         self.check()
         scheduler, tokens = self._scheduler, self._assignment.at(engine.role).tokens
+        used_blocks = self._stored_blocks if self._known and engine.role is Role.DECODE else 0
         self._assigned.add(engine.engine_id)
-        peers = [peer.engine_id] if peer is not None else []
+        server, address = scheduler.server, None
         if peer is None and scheduler.moves_bytes and not self._appends:
-            if engine.role is Role.PREFILL:
-                peers = [self._decode_engine.engine_id, *self.thirds]
-            else:
-                peers = [self._prefill_engine.engine_id]
-        for name in peers:
-            scheduler.server.name_peer(engine.engine_id, name)
-        number = scheduler.server.send_numbered(
-            engine.engine_id, msgspec.structs.replace(assign, tokens=tokens)
+            prefill = engine.role is Role.PREFILL
+            peer = self._decode_engine if prefill else self._prefill_engine
+            for third in self.thirds if prefill else ():
+                server.name_peer(engine.engine_id, third)
+        if peer is not None:
+            address = server.unnamed_peer(engine.engine_id, peer.engine_id)
+        number = server.send_numbered(
+            engine.engine_id,
+            msgspec.structs.replace(assign, tokens=tokens, used_blocks=used_blocks, peer=address),
         )
         if number is not None:
             scheduler.dispatch.assign_sent(engine.engine_id, self.attempt_id, number)
+            if address is not None:
+                server.peer_named(engine.engine_id, address, number)
 
     def _recompute(self, blocks: int, reason: str) -> None:
         if not blocks:
@@ -998,26 +1020,27 @@ class EngineAttempt(AttemptChannel):
         """
         self.check()
         self._complete = True
-        keys, first = self._order.keys, self._first_unstored_block()
-        self._scheduler.writers.note(keys[first:] or keys[-1:], self._decode_engine.engine_id)
+        self._scheduler.chains.note(
+            *(self._order.keys, self._first_unstored_block(), self._stored_blocks),
+            self._decode_engine.engine_id,
+            known=self._known,
+            whole=self._stored_blocks == len(self._hit_keys()),
+        )
         if self._order.handover or self._loaded.de_hbm_blocks:
             self._persist()
 
     def _persist(self) -> None:
         """Have the DE store those full blocks of the prompt that are not stored."""
-        keys, first = self._order.keys, self._first_unstored_block()
         # The DE stores the blocks of an append as those of generated tokens.
-        received = keys[: self._loaded.hit_blocks] if self._appends else keys
+        blocks = self._loaded.hit_blocks if self._appends else len(self._order.keys)
         in_hbm = bool(self._loaded.de_hbm_blocks)
-        parent = keys[first - 1] if first else chain_root()
         self._scheduler.send(
             self._decode_engine.engine_id,
             Persist(
                 request_id=self.attempt_id,
-                first_block=first,
-                keys=received[first:],
-                origin=BlockOrigin(parent, self._order.tenant),
-                hit_keys=received[:first],
+                first_block=self._first_unstored_block(),
+                blocks=blocks,
+                tenant=self._order.tenant,
                 hits=tuple(side_of(self._loaded.hits, Role.DECODE)) if in_hbm else (),
             ),
         )
@@ -1121,8 +1144,9 @@ class EngineAttempt(AttemptChannel):
         scheduler.dispatch.move_ended(self.attempt_id, moved=True)
         self._moved, self._decode_engine = True, target
         self._loaded = Loaded(self._loaded.hit_blocks, (), slots)
-        # It writes the blocks that it generates behind the prompt.
-        scheduler.writers.note(self._order.keys[-1:], target.engine_id)
+        # It writes the blocks that it generates behind the prompt, which the former DE writes.
+        prompt_blocks = len(self._order.keys)
+        scheduler.chains.note(self._order.keys, prompt_blocks, prompt_blocks, target.engine_id)
         logger.info(
             "request %s: its KV was moved from %s to %s", self.attempt_id, source, target.engine_id
         )

@@ -17,7 +17,6 @@ from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
 from dualpath.core.control import CACHE_UPDATE_KEY_BYTES, MAX_CACHE_UPDATE_KEYS, CacheUpdate
 from dualpath.core.modes import Mode
-from dualpath.core.recent import Recent
 from dualpath.core.request import CachedPrefix
 from dualpath.router.engines import EngineInfo
 
@@ -172,34 +171,3 @@ def serves(role: Role, mode: Mode | None) -> bool:
     if mode is None or not mode.moves_bytes:
         return False
     return role is Role.PREFILL or mode.dual_path
-
-
-#: Blocks with remembered DEs, up to twice as many, at some 130 bytes each.
-_MOST_BLOCKS = 1 << 17
-#: DEs remembered per block: those of the latest requests with this prompt.
-MOST_WRITERS = 8
-
-
-class ChainWriters:
-    """Remembers which DEs write, or wrote, each block of a prompt, the latest first.
-
-    An agent's next turn extends the last block of its prompt, so blocks that a DE generates need no
-    entries.  Several DEs have the same last block if one prompt was requested several times: each
-    may be writing another continuation of it.
-    """
-
-    def __init__(self) -> None:
-        self._writers: Recent[BlockKey, tuple[str, ...]] = Recent(_MOST_BLOCKS)
-
-    def note(self, keys: Sequence[BlockKey], engine_id: str) -> None:
-        """``engine_id`` writes these blocks, or generated ones behind the last of them."""
-        again = {key: self._writers.last([key]) for key in keys if key in self._writers}
-        self._writers.note(keys, (engine_id,))
-        for key, writers in again.items():
-            others = tuple(name for name in writers or () if name != engine_id)
-            if others:
-                self._writers.note([key], (engine_id, *others)[:MOST_WRITERS])
-
-    def of(self, keys: Sequence[BlockKey]) -> tuple[str, ...]:
-        """Return the DEs of the last known block of a chain, the latest first."""
-        return self._writers.last(keys) or ()

@@ -17,7 +17,7 @@ import msgspec
 
 from dualpath.core import control
 from dualpath.core import control as envelopes
-from dualpath.core.cluster import AgentAddress, HostProcess, Role, Writer
+from dualpath.core.cluster import AgentAddress, EngineAddress, HostProcess, Role, Writer
 from dualpath.core.control import LivenessProbe, PeerDown, RouterMessage
 from dualpath.core.errors import EngineRefusedError, IncompatibleError
 from dualpath.core.names import in_one_line
@@ -356,19 +356,29 @@ class ControlServer:
 
         False if it was named before; ``call_id`` is as in ``PeerUp``.
         """
-        peer, engine = self._registry.get(peer_id), self._registry.get(engine_id)
-        if peer is None or engine is None or not engine.has_session:
+        if (address := self.unnamed_peer(engine_id, peer_id)) is None:
             return False
-        if self._named.number(engine_id, peer.info.writer) is not None:
-            return False
-        address = peer.address
-        if peer.info.role is Role.PREFILL:  # Nothing connects to a PE.
-            agents = tuple(AgentAddress(one.agent, b"", ()) for one in address.agents)
-            address = msgspec.structs.replace(address, agents=agents)
         number = self.send_numbered(engine_id, control.PeerUp(address, call_id))
         assert number is not None, "an engine with a session is sent everything"
-        self._named.named(engine_id, peer.info.writer, number)
+        self.peer_named(engine_id, address, number)
         return True
+
+    def unnamed_peer(self, engine_id: str, peer_id: str) -> EngineAddress | None:
+        """Return the address by which a peer has to be named to an engine; None if it was named."""
+        peer, engine = self._registry.get(peer_id), self._registry.get(engine_id)
+        if peer is None or engine is None or not engine.has_session:
+            return None
+        if self._named.number(engine_id, peer.info.writer) is not None:
+            return None
+        if peer.info.role is Role.DECODE:
+            return peer.address
+        # Nothing connects to a PE.
+        agents = tuple(AgentAddress(one.agent, b"", ()) for one in peer.address.agents)
+        return msgspec.structs.replace(peer.address, agents=agents)
+
+    def peer_named(self, engine_id: str, address: EngineAddress, number: int) -> None:
+        """Note that the message of this number has named a peer to an engine."""
+        self._named.named(engine_id, address.writer, number)
 
     def knows_peer(self, engine_id: str, peer_id: str) -> bool:
         """Whether an engine is known to have received which process a peer is.
@@ -503,8 +513,8 @@ class ControlServer:
             self.declare_dead(message.writer)
             return
         if isinstance(message, control.Report):
-            for event in message.events:
-                self._listener.on_message(engine.info, event, received)
+            for part in (*message.events, *message.stored):
+                self._listener.on_message(engine.info, part, received)
             if engine.report is not None and message.report_seq < engine.report.report_seq:
                 return  # A later report has overtaken it on another connection.
             if message.unhealthy is not None:

@@ -180,6 +180,7 @@ class FrontEndSession:
         self._scheduler = scheduler
         self._send = send
         self._requests: dict[str, ArrivedRequest] = {}
+        #: The last keys of each request.
         self._keys: dict[str, tuple[bytes, ...]] = {}
         self._events = _Events(send)
         self._listeners: dict[str, _Listener] = {}
@@ -209,8 +210,12 @@ class FrontEndSession:
             case m.EndRequest():
                 self._close(message.attempt_id, message.reason)
                 if (request := self._requests.pop(message.request_id, None)) is not None:
+                    answered = message.answered
+                    if answered is not None:
+                        known = self._keys[message.request_id][: message.known_keys]
+                        answered = msgspec.structs.replace(answered, keys=known + answered.keys)
                     self._keys.pop(message.request_id)
-                    request.end(message.answered)
+                    request.end(answered)
             case m.SuspectEngine():
                 for engine in self._named([(message.engine_id, message.epoch)]):
                     self._scheduler.suspect(engine, message.why, call_failed=message.call_failed)
@@ -265,6 +270,9 @@ class FrontEndSession:
         name, request = message.order.attempt_id, self._requests.get(message.request_id)
         if request is None:
             return
+        keys = self._keys[message.request_id][: message.known_keys] + message.order.keys
+        order = msgspec.structs.replace(message.order, keys=keys)
+        self._keys[message.request_id] = keys
         known = self._scheduler.registry.namespace
         if message.namespace != (None if known is None else known.with_weights()):
             self._refused[name] = EngineLostError(
@@ -278,9 +286,6 @@ class FrontEndSession:
                 "restart it"
             )
             return
-        order = message.order
-        if not order.keys:
-            order = msgspec.structs.replace(order, keys=self._keys[message.request_id])
         listener = _Listener(name, self._placed, self._events)
         try:
             attempt = request.attempt(order, listener)
@@ -462,6 +467,8 @@ class FrontEndServer:
         self._epoch = epoch or uuid.uuid4().hex
         self._sessions = itertools.count(1)
         self._front_ends: dict[str, _FrontEndState] = {}
+        #: By the name of the last session of each.
+        self._by_session: dict[str, _FrontEndState] = {}
         self._check_gap_s = timeout_s / CHECKS_PER_TIMEOUT
         self._stalls = OwnStalls(clock(), self._check_gap_s)
         self.loops = SessionLoops(socket, self._received)
@@ -592,9 +599,7 @@ class FrontEndServer:
         if isinstance(message, m.FrontEndRegister):
             self._register(identity, message)
             return
-        known = (f for f in self._front_ends.values() if f.talk.session == envelope.session)
-        front_end = next(known, None) if envelope.session else None
-        if front_end is None:
+        if (front_end := self._by_session.get(envelope.session)) is None:
             self._request_reregister(identity, envelope.session)
             return
         front_end.identity = identity
@@ -640,6 +645,7 @@ class FrontEndServer:
             return None
         # Anyone can invent names: front ends that are gone are removed.
         self._front_ends = {n: f for n, f in self._front_ends.items() if f.live}
+        self._by_session = {f.talk.session: f for f in self._front_ends.values()}
         if len(self._front_ends) < MOST_FRONT_ENDS:
             return None
         return (
@@ -656,7 +662,9 @@ class FrontEndServer:
                 case Action.CHECK_GROUP:
                     self._on(front_end, Event.GROUP_COMPLETE)
                 case Action.OPEN_SESSION:
+                    self._by_session.pop(front_end.talk.session, None)
                     front_end.talk = Channel(f"{self._epoch}-{next(self._sessions):08}")
+                    self._by_session[front_end.talk.session] = front_end
                     front_end.heard_s = self._clock()
                     self._send_registered(front_end)
                 case Action.RESEND_REGISTERED:

@@ -22,7 +22,7 @@ itself (``EndAttempt``).
 import asyncio
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
@@ -78,10 +78,10 @@ class BeginAttempt(Message, frozen=True, tag=True):
 
     Answered with ``CallResult`` or ``CallFailed`` once all hits are in DRAM, unless the attempt is
     closed before.  ``request`` is its request if the scheduler does not know it in this session.
-    The order has no keys if they are those of the request, as in a first attempt.  ``namespace`` is
-    the one that the front end's keys are for, ``adapters`` are the adapters' digests that it knows,
-    by name: for engines of another model, or with other weights of an adapter, the keys would name
-    other KV.
+    The scheduler has ``known_keys`` of the keys, from the first one on, of the request or its last
+    attempt; the order has those behind.  ``namespace`` is the one that the front end's keys are
+    for, ``adapters`` are the adapters' digests that it knows, by name: for engines of another
+    model, or with other weights of an adapter, the keys would name other KV.
     """
 
     call_id: int
@@ -90,6 +90,7 @@ class BeginAttempt(Message, frozen=True, tag=True):
     namespace: StoreNamespace | None
     adapters: dict[str, str]
     request: RequestOrder | None = None
+    known_keys: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Step(StrEnum):
@@ -121,12 +122,16 @@ class EndAttempt(Message, frozen=True, tag=True):
 
 
 class EndRequest(Message, frozen=True, tag=True):
-    """A request has ended, and with it the attempt of this id for this reason, if there is one."""
+    """A request has ended, and with it the attempt of this id for this reason, if there is one.
+
+    ``answered`` has the keys behind the first ``known_keys``, as in ``BeginAttempt``.
+    """
 
     request_id: Name
     answered: Answered | None = None
     attempt_id: str = ""
     reason: str = ""
+    known_keys: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class SuspectEngine(Message, frozen=True, tag=True):

@@ -202,6 +202,8 @@ class RemoteRequest:
         self.order = order
         self._link = link
         self._begun_in = ""
+        #: The last keys that the scheduler was sent of the request in this session.
+        self._sent_keys: tuple[bytes, ...] = ()
         #: The attempt that is closed and why, until the scheduler is sent it.
         self._closed: tuple[RemoteAttempt, str] | None = None
         self._timer = self._later(self._announce)
@@ -225,15 +227,32 @@ class RemoteRequest:
             self._announce()  # A newer scheduler must know the agent's session too.
         if self._begun_in and self._begun_in == self._link.session:
             attempt_id, reason = self._take_closed()
-            self._link.send(m.EndRequest(self.order.request_id, answered, attempt_id, reason))
+            known_keys = 0
+            if answered is not None:
+                known_keys, keys = self.keys_behind(answered.keys)
+                answered = msgspec.structs.replace(answered, keys=keys)
+            request_id = self.order.request_id
+            end = m.EndRequest(request_id, answered, attempt_id, reason, known_keys)
+            self._link.send(end)
         self._begun_in = ""
 
     def not_begun(self) -> RequestOrder | None:
         """Return the request if the scheduler is to be sent it, None if it knows it."""
         if (session := self._link.session) == self._begun_in:
             return None
-        self._begun_in = session
+        self._begun_in, self._sent_keys = session, self.order.keys
         return self.order
+
+    def keys_behind(self, keys: tuple[bytes, ...]) -> tuple[int, tuple[bytes, ...]]:
+        """Return how many of ``keys``, from the first on, the scheduler has, and those behind.
+
+        It is sent them now.
+        """
+        known, self._sent_keys = self._sent_keys, keys
+        common = min(len(known), len(keys))
+        if known[:common] != keys[:common]:
+            common = 0
+        return common, keys[common:]
 
     def closed(self, attempt: "RemoteAttempt", reason: str) -> None:
         """An attempt is closed: let the scheduler know with the end of the request, or soon."""
@@ -288,15 +307,18 @@ class RemoteAttempt:
         link.open(self)
 
     def _begin(self, call_id: int) -> m.BeginAttempt:
-        engines, order, request = self._link.engines, self.order, self._request.order
+        engines, request = self._link.engines, self._request
         self._begun, self.session = True, self._link.session
+        begins = request.not_begun()
+        known_keys, keys = request.keys_behind(self.order.keys)
         return m.BeginAttempt(
             call_id,
-            request.request_id,
-            msgspec.structs.replace(order, keys=()) if order.keys == request.keys else order,
+            request.order.request_id,
+            msgspec.structs.replace(self.order, keys=keys),
             engines.namespace,
             engines.adapters.digests(),
-            self._request.not_begun(),
+            begins,
+            known_keys,
         )
 
     def notify(self, event: m.LinkEvent) -> None:

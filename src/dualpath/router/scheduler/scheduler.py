@@ -24,6 +24,7 @@ from dualpath.core.control import (
     Report,
     RequestOver,
     RouterMessage,
+    StoredChain,
 )
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import DEFAULT_MODE, Handover, Mode
@@ -42,7 +43,7 @@ from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.status import quarantine_report, status_report
 from dualpath.router.scheduler.attempt import EngineAttempt
-from dualpath.router.scheduler.cached_blocks import CachedBlockIndex, ChainWriters, serves
+from dualpath.router.scheduler.cached_blocks import CachedBlockIndex, serves
 from dualpath.router.scheduler.control_server import ControlServer
 from dualpath.router.scheduler.control_socket import ControlSocket, ZmqControlSocket
 from dualpath.router.scheduler.dispatch import Dispatch
@@ -55,6 +56,7 @@ from dualpath.router.scheduler.registry import Pause, Registry
 from dualpath.router.scheduler.releases import Releases
 from dualpath.router.scheduler.roles import LiveRolePolicy, Roles, rebalance_settings
 from dualpath.router.scheduler.session_orders import SessionOrders
+from dualpath.router.scheduler.stored_chains import StoredChains
 from dualpath.router.scheduler.thresholds import ClusterThresholds, derive
 from dualpath.router.scheduler.weights import HttpOperator, WeightUpdates
 from dualpath.router.scheduling import Answered, AttemptListener, AttemptOrder, RequestOrder
@@ -147,7 +149,7 @@ class Scheduler:
         self.cached = CachedBlockIndex()
         self.seen_blocks = SeenBlocks()
         self._weights = self.registry.weights
-        self.writers = ChainWriters()
+        self.chains = StoredChains(clock, self.metrics.lookup_was_short)
         self.sessions = SessionOrders(
             WarmthSettings(budget_share=settings.retain_share, prefetch=settings.prefetch_sessions),
             self.registry,
@@ -398,8 +400,15 @@ class Scheduler:
         Each may still be writing that block, and those that it has generated behind it; it answers
         a look-up when both are written.
         """
-        found = (self.registry.live(name) for name in self.writers.of(keys))
+        found = (self.registry.live(name) for name in self.chains.of(keys))
         return [info for info in found if info is not None and info.role is Role.DECODE]
+
+    def stored_end(self, keys: Sequence[BlockKey]) -> int | None:
+        """Return how many blocks at the head of a chain are stored; None if that is not known.
+
+        Without a decode engine the weights may be changing, and with them what is stored.
+        """
+        return self.chains.end(keys) if self.registry.alive(Role.DECODE) else None
 
     def engines_rotated(self) -> Iterator[EngineInfo]:
         """Yield live DEs, then live PEs, each rotated by one more at every call."""
@@ -422,6 +431,7 @@ class Scheduler:
         if self._weights != self.registry.weights:
             # A block of earlier weights is not missed: it was never computed with these.
             self._weights, self.seen_blocks = self.registry.weights, SeenBlocks()
+            self.chains.clear()
         if self._dispatch is None or info.role is Role.PREFILL:
             self._derive_thresholds()
         if self._dispatch is None:
@@ -476,6 +486,8 @@ class Scheduler:
             self.exchange.deliver(info.engine_id, message)
         elif isinstance(message, CacheUpdate):
             self.cached.update(info.engine_id, message)
+        elif isinstance(message, StoredChain):
+            self.chains.stored(info.engine_id, message)
         else:
             if isinstance(message, PrefillDone) and message.failure is None:
                 self.releases.writer_done(message.request_id, info.writer)
@@ -584,10 +596,14 @@ class ArrivedRequest:
     def __init__(self, scheduler: Scheduler, session: SessionName) -> None:
         self._scheduler = scheduler
         self._session: SessionName | None = session
+        #: Full blocks of the prompt of the last attempt.
+        self._assigned_blocks = 0
 
     def attempt(self, order: AttemptOrder, listener: AttemptListener) -> EngineAttempt:
         """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
-        return EngineAttempt(self._scheduler, order, listener)
+        attempt = EngineAttempt(self._scheduler, order, listener)
+        self._assigned_blocks = len(order.keys)
+        return attempt
 
     async def ends_aborted(self) -> bool:
         """Return whether the request ends with the tokens it has after a failed attempt."""
@@ -597,4 +613,4 @@ class ArrivedRequest:
         """The request has ended, with an answer if ``answered`` is given; idempotent."""
         session, self._session = self._session, None
         if session is not None and answered is not None:
-            self._scheduler.sessions.ended(session, answered)
+            self._scheduler.sessions.ended(session, answered, self._assigned_blocks)

@@ -62,8 +62,8 @@ class SessionOrders:
         """Note a turn; return its session's name."""
         return self._warmth.turn_began(order.tenant, order.hints, order.keys, self._clock())
 
-    def ended(self, name: SessionName, answered: Answered) -> None:
-        """Note a turn's answer."""
+    def ended(self, name: SessionName, answered: Answered, assigned_blocks: int) -> None:
+        """Note a turn's answer; the DE was assigned a prompt of ``assigned_blocks`` full blocks."""
         if not self._wanted():
             return
         self._send_orders(
@@ -74,6 +74,7 @@ class SessionOrders:
                 answered.decode_engine,
                 self._clock(),
                 self._buffers,
+                assigned_blocks,
             )
         )
 
@@ -139,4 +140,6 @@ class SessionOrders:
 
 
 def _message(order: Order) -> Retain:
-    return Retain(order.keys, order.retain_s, order.fetch, order.expected_s)
+    keys, assigned = order.keys, order.assigned_blocks
+    prompt_tail = keys[assigned - 1] if assigned else b""
+    return Retain(prompt_tail, keys[assigned:], order.retain_s, order.fetch, order.expected_s)

@@ -10,12 +10,14 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import SchedulerLostError
 from dualpath.core.modes import Mode
 from dualpath.core.session_hints import SessionHints
-from dualpath.policy.units import Turn, UnitChoice, UnitPolicy, UnitState
+from dualpath.policy.units import AFFINITY, Turn, UnitChoice, UnitPolicy, UnitState
 from dualpath.router.engines import EngineInfo, Membership, missing_engines
 from dualpath.router.scheduler.remote import (
     EnginesView,
@@ -220,8 +222,8 @@ class Units:
             raise errors[0]
         return False
 
-    def choose(self, turn: Turn, failed: Sequence[str]) -> Unit:
-        """Return the unit for the next attempt at a request."""
+    def choose(self, turn: Turn, failed: Sequence[str]) -> tuple[Unit, UnitChoice]:
+        """Return the unit for the next attempt at a request, and why."""
         choice = self.policy.choose(turn, [unit.state() for unit in self.units], failed)
         self._chosen(choice)
         if failed:
@@ -229,7 +231,7 @@ class Units:
                 "request %s: its next attempt is made in unit %s (%s)",
                 *(turn.request_id, choice.unit, choice.reason),
             )
-        return self._by_name[choice.unit]
+        return self._by_name[choice.unit], choice
 
     def status(self) -> list[dict[str, Any]]:
         """Return what this front end knows of each unit, for its status."""
@@ -299,11 +301,14 @@ class UnitRequest:
         )
         if self._attempt is not None and not self._attempt.hit_lost:
             self._failed.append(self._unit)
-        unit = self._units.choose(self._turn, self._failed)
+        unit, choice = self._units.choose(self._turn, self._failed)
         if self._inner is None or unit.name != self._unit:
             self._leave()
             self._inner = unit.link.begin(request)
         self._unit = unit.name
+        if choice.reason != AFFINITY:
+            # Its last turn may have been in another unit, which this one knows nothing of.
+            order = msgspec.structs.replace(order, look_up=True)
         self._attempt = self._inner.attempt(order, listener)
         return self._attempt
 
