@@ -127,6 +127,8 @@ class ThirdEngines:
         self._released.add((engine_id, attempt_id))
         if holds:
             self._holding[attempt_id].discard(engine_id)
+        # A third DE of which nothing is loaded, as another one has refused, may free them late.
+        loads = loads and engine_id in self._used.get(attempt_id, set())
         if loads and self.waits_for_pe(attempt_id):
             self._world.problem(f"{engine_id} frees slots of {attempt_id}, which a PE loads")
 
