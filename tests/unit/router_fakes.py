@@ -448,6 +448,7 @@ class FakeEngine:
         self.content.update(zip(slots, cached, strict=False))
         self.windowless.difference_update(slots)
         self.leases[message.request_id] = slots
+        self.keys[message.request_id] = message.keys
         self.thirds.add(message.request_id)
         self.send(
             request_messages.Reserved(message.request_id, tuple(slots), 0.0, message.cached_blocks)
