@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.core.rates import RecomputeWeight, fitted_recompute_weight
 from dualpath.core.request import Request
 from dualpath.policy.accounts import IntArray
 from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeEstimate
@@ -51,7 +52,6 @@ from dualpath.policy.read_side import (
     Reads,
     choose_reads,
     recompute_tokens,
-    weight_tokens,
 )
 from dualpath.policy.scheduler import RequestScheduler
 
@@ -229,61 +229,109 @@ def test_no_pe_of_the_category_ends_earlier_than_the_one_chosen(group, length, d
 @deterministic
 @given(
     st.sampled_from([SHORTER_QUEUE, BOTH_SIDES]),
-    st.integers(0, 4000),
+    st.tuples(st.integers(0, 40).map(lambda blocks: 64 * blocks), st.integers(0, 4000)),
     st.tuples(st.integers(0, 5_000), st.integers(0, 60_000), st.integers(0, 60_000)),
     st.tuples(
         st.sampled_from([30, 3000, 90_000]),
         st.sampled_from([500, 50_000, 500_000]),
         st.sampled_from([1.0, 3.5, WEIGHT]),
+        st.sampled_from([None, RecomputeWeight(0.0), RecomputeWeight(2.0, 0.003)]),
     ),
     st.sampled_from([0.1, 3.0, 100.0]),
 )
-def test_no_other_cut_of_a_hit_ends_earlier(rule, unread, queues, thresholds, limit_s) -> None:
+def test_no_other_cut_of_a_hit_ends_earlier(rule, hit, queues, thresholds, limit_s) -> None:
+    cached, unread = hit
     computing, pe_queue, de_queue = queues
-    alpha, beta, weight = thresholds
-    cut = recompute_tokens(
-        rule, unread, computing, pe_queue, de_queue, alpha, beta, weight, limit_s, 64
-    )
+    alpha, beta, computed_weight, recompute_weight = thresholds
+    weight = recompute_weight or RecomputeWeight(computed_weight)
+    rates = alpha, beta, computed_weight, weight, limit_s, 64
+    cut = recompute_tokens(rule, cached, unread, computing, pe_queue, de_queue, *rates)
     read_per_s, prompt_per_s = alpha / 3, beta / 5
     queue = min(pe_queue, de_queue)
     if rule == BOTH_SIDES:
         queue, read_per_s = pe_queue + de_queue, 2 * read_per_s
 
     def compute_s(recomputed: int) -> float:
-        return float(weight_tokens(recomputed, weight) / prompt_per_s)
+        return weight.tokens(cached + unread - recomputed, recomputed) / prompt_per_s
 
     def end_s(loaded: int) -> float:
+        busy_s = computing * computed_weight / prompt_per_s
         load_s = (queue + loaded) / read_per_s if loaded else 0.0
-        return float(max(compute_s(computing), load_s) + compute_s(unread - loaded))
+        return max(busy_s, load_s) + compute_s(unread - loaded)
 
     assert 0 <= cut <= unread
     assert cut == 0 or ((unread - cut) % 64 == 0 and compute_s(cut) <= limit_s)
     possible = [unread, *(x for x in range(0, unread, 64) if compute_s(unread - x) <= limit_s)]
-    if compute_s(unread) <= limit_s:
-        # A block that is read in part while the PE is busy is all that rounding may cost.
-        best_s = min(end_s(x) for x in possible)
-        assert end_s(unread - cut) <= best_s + min(64 / read_per_s, compute_s(64)) + 1e-9
+    # A block that is read in part while the PE is busy is all that rounding may cost.
+    best_s = min(end_s(x) for x in possible)
+    block_s = weight.tokens(cached + unread, 64) / prompt_per_s
+    assert end_s(unread - cut) <= best_s + min(64 / read_per_s, block_s) + 1e-9
+
+
+@deterministic
+@given(
+    st.tuples(st.floats(0, 100), st.floats(0, 0.01)),
+    st.integers(0, 100_000),
+    st.floats(0, 1e9),
+)
+def test_the_most_tokens_within_a_limit_are_found(weight, end, limit) -> None:
+    each = RecomputeWeight(*weight)
+    most = each.most_before(end, limit)
+    assert 0 <= most <= end
+    assert each.tokens(end - most, most) <= limit * (1 + 1e-9) + 1e-9
+    assert most == end or each.tokens(end - most - 1, most + 1) > limit * (1 - 1e-9) - 1e-9
+
+
+def test_a_weight_by_position_is_exact_for_whole_attention_and_constant_for_a_window() -> None:
+    def whole(cached: int, count: int) -> float:
+        return count * (2.0 + 0.5 * (cached + count / 2))
+
+    found = fitted_recompute_weight(whole, 1001, 10.0)
+    assert (found.head, found.context_token) == pytest.approx((20.0, 5.0))
+    found = fitted_recompute_weight(lambda cached, count: 3.0 * count, 1001, 10.0)
+    assert (found.head, found.context_token) == pytest.approx((30.0, 0.0))
+    found = fitted_recompute_weight(whole, 1, 10.0)
+    assert (found.head, found.context_token) == pytest.approx((22.5, 0.0))
+
+
+EACH = RecomputeWeight(WEIGHT)
 
 
 def test_nothing_is_computed_again_without_rates_in_baselines_or_when_switched_off() -> None:
-    busy = 640, 0, 1_000_000, 1_000_000
-    assert recompute_tokens(SHORTER_QUEUE, *busy, 3000, 500_000, WEIGHT, 100.0, 64) == 640
-    assert recompute_tokens(SHORTER_QUEUE, *busy, 3000, 500_000, WEIGHT, 0.0, 64) == 0
+    busy = 0, 640, 0, 1_000_000, 1_000_000
+    weights = WEIGHT, EACH
+
+    def cut(rule: int, alpha: int, beta: int, limit_s: float = 100.0) -> int:
+        return recompute_tokens(rule, *busy, alpha, beta, *weights, limit_s, 64)
+
+    assert cut(SHORTER_QUEUE, 3000, 500_000) == 640
+    assert cut(SHORTER_QUEUE, 3000, 500_000, limit_s=0.0) == 0
     for alpha, beta in ((3000, UNLIMITED_TOKENS), (UNLIMITED_TOKENS, 500_000), (3000, 0), (0, 0)):
-        assert recompute_tokens(SHORTER_QUEUE, *busy, alpha, beta, WEIGHT, 100.0, 64) == 0
-    assert recompute_tokens(SHORTER_QUEUE, *busy, 0, 500_000, WEIGHT, 100.0, 64) == 0
+        assert cut(SHORTER_QUEUE, alpha, beta) == 0
+    assert cut(SHORTER_QUEUE, 0, 500_000) == 0
     for baseline in (PE_READS, SIDES_IN_TURN, NO_READS):
-        assert recompute_tokens(baseline, *busy, 3000, 500_000, WEIGHT, 100.0, 64) == 0
+        assert cut(baseline, 3000, 500_000) == 0
 
 
 def test_what_is_read_while_the_pe_is_busy_is_read_and_the_rest_computed() -> None:
     """In a second 1,000 tokens are read, and 10,000 new ones computed."""
-    alpha, beta = 3000, int(5 * 10 * weight_tokens(1000, WEIGHT))
-    computing = 5000
-    cut = recompute_tokens(SHORTER_QUEUE, 2048, computing, 0, 900, alpha, beta, WEIGHT, 5.0, 64)
+    rates = 3000, int(5 * 10 * EACH.tokens(0, 1000)), WEIGHT, EACH, 5.0, 64
+    cut = recompute_tokens(SHORTER_QUEUE, 0, 2048, 5000, 0, 900, *rates)
     assert 2048 - cut == 448, "half a second's reading, in whole blocks"
-    behind = 2048, computing, 500, 900
-    assert recompute_tokens(SHORTER_QUEUE, *behind, alpha, beta, WEIGHT, 5.0, 64) == 2048
+    assert recompute_tokens(SHORTER_QUEUE, 0, 2048, 5000, 500, 900, *rates) == 2048
+
+
+def test_a_limit_recomputes_the_longest_tail_that_it_allows() -> None:
+    """100,000 tokens are queued; a token takes 1 ms, so that a second allows 960 in blocks."""
+    rates = 3000, 5000, 1.0, RecomputeWeight(1.0), 1.0, 64
+    assert recompute_tokens(SHORTER_QUEUE, 0, 2048, 0, 100_000, 100_000, *rates) == 960
+
+
+def test_tokens_far_behind_in_a_context_are_read_where_those_at_its_head_are_recomputed() -> None:
+    """1,000 tokens are read in a second; computed 10,000 at the head, 500 behind 40,000."""
+    rates = 3000, 5000, 1.0, RecomputeWeight(0.1, 4.75e-5), 100.0, 64
+    assert recompute_tokens(SHORTER_QUEUE, 0, 6400, 0, 0, 0, *rates) == 6400
+    assert recompute_tokens(SHORTER_QUEUE, 64 * 600, 6400, 0, 0, 0, *rates) == 0
 
 
 def chosen(rule: int, prefill: Reader, decode: Reader, hit: int = 1, block: int = 1) -> Reads:

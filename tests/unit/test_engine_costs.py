@@ -53,6 +53,9 @@ def test_costs_of_passes_are_found_again():
     turn_s = BATCH_S + ATTENTION.flops(context, append) * FLOP_S + append * TOKEN_S
     assert costs.prefill_tokens_per_s == pytest.approx((context + append) / turn_s)
     assert costs.computed_weight == TYPICAL_COMPUTED_WEIGHT
+    recomputed_s = ATTENTION.flops(1000, 5000) * FLOP_S + 5000 * TOKEN_S
+    recomputed = costs.recompute_weight.tokens(1000, 5000) / costs.prefill_tokens_per_s
+    assert recomputed == pytest.approx(recomputed_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("limit", [2048, 100])

@@ -11,7 +11,6 @@ from dualpath.core import control as request_messages
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.policy.events import TYPICAL_COMPUTED_WEIGHT
-from dualpath.policy.read_side import weight_tokens
 from dualpath.router.settings import RouterSettings
 
 pytestmark = pytest.mark.virtual_time
@@ -250,12 +249,12 @@ async def test_a_prompt_beyond_the_pe_buffer_is_loaded_as_far_as_it_fits():
         assert made.calls.transfers[0].hit_blocks == 2
 
 
-@pytest.mark.parametrize(("limit_s", "deadline_s", "loaded"), [(9, 60, 0), (0, 60, 4), (9, 1, 4)])
+@pytest.mark.parametrize(("limit_s", "deadline_s", "loaded"), [(9, 60, 0), (0, 60, 4), (9, 1, 3)])
 async def test_a_hit_is_computed_where_storage_takes_longer(limit_s, deadline_s, loaded):
-    """Storage reads a token in 3 s.  16 tokens take 48 s, and 3 s to compute."""
+    """Storage reads a token in 3 s.  16 tokens take 48 s, and 3 s to compute, one block 0.75 s."""
     settings = RouterSettings(
         alpha_tokens=1,
-        beta_tokens=5 * weight_tokens(16, TYPICAL_COMPUTED_WEIGHT) // 3,
+        beta_tokens=5 * int(16 * TYPICAL_COMPUTED_WEIGHT) // 3,
         recompute_limit_s=limit_s,
         read_deadline_s=deadline_s,
     )
@@ -267,9 +266,9 @@ async def test_a_hit_is_computed_where_storage_takes_longer(limit_s, deadline_s,
         counters = made.service.status()["counters"]
         assert counters["recomputed_tokens"] == (4 - loaded) * BLOCK_TOKENS
         missed = f'missed_tokens_total{{reason="recompute"}} {(4 - loaded) * BLOCK_TOKENS:.1f}'
-        assert (missed.encode() in made.service.exposition()) == (loaded == 0)
+        assert (missed.encode() in made.service.exposition()) == (loaded < 4)
         reason = made.service.status()["assignments"][-1]["read_reason"]
-        assert (reason == "recompute") == (loaded == 0)
+        assert (reason == "recompute") == (loaded < 4)
         await made.settled()
 
 

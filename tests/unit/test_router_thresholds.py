@@ -13,7 +13,7 @@ from tests.unit.router_fakes import NAMESPACE, expected, job
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
-from dualpath.core.rates import Rate, RateOrigin, Rates
+from dualpath.core.rates import Rate, RateOrigin, Rates, RecomputeWeight
 from dualpath.policy.event_log import assignments, difference
 from dualpath.policy.events import TYPICAL_COMPUTED_WEIGHT, SetThresholds
 from dualpath.router.scheduler.event_recorder import read_event_log
@@ -54,21 +54,26 @@ async def test_the_slowest_prefill_engine_that_is_there_sets_both():
 async def test_the_engine_that_sets_beta_reports_the_weight_of_a_computed_token():
     async with cluster(prefill=0) as made:
 
-        def weight() -> float:
-            return made.service.scheduler.thresholds.for_scheduler().computed_weight
+        def weights() -> tuple[float, RecomputeWeight | None]:
+            thresholds = made.service.scheduler.thresholds.for_scheduler()
+            return thresholds.computed_weight, thresholds.recompute_weight
 
-        assert weight() == TYPICAL_COMPUTED_WEIGHT
-        short = msgspec.structs.replace(rates(100, 10, RateOrigin.MEASURED), computed_weight=2.5)
+        assert weights() == (TYPICAL_COMPUTED_WEIGHT, None)
+        by_position = RecomputeWeight(2.0, 0.5)
+        short = msgspec.structs.replace(
+            rates(100, 10, RateOrigin.MEASURED), computed_weight=2.5, recompute_weight=by_position
+        )
         await made.add("p0", Role.PREFILL, rates=short)
         await made.add("p1", Role.PREFILL, rates=rates(100, 1000, RateOrigin.FILE))
-        assert weight() == 2.5
+        assert weights() == (2.5, by_position)
         made.lose("p0")
-        assert weight() == TYPICAL_COMPUTED_WEIGHT
+        assert weights() == (TYPICAL_COMPUTED_WEIGHT, None)
     # A beta that is set is that of the paper's turn, whatever engines say.
     async with cluster(prefill=0, settings=RouterSettings(beta_tokens=100)) as made:
         await made.add("p0", Role.PREFILL, rates=short)
         thresholds = made.service.scheduler.thresholds.for_scheduler()
         assert thresholds.computed_weight == TYPICAL_COMPUTED_WEIGHT
+        assert thresholds.recompute_weight is None
 
 
 @pytest.mark.virtual_time
@@ -148,3 +153,13 @@ async def test_a_weight_of_computed_tokens_that_cannot_be_is_refused(weight):
         hello = made.engines["d0"].hello()
         with pytest.raises(EngineRefusedError, match=r"computed_weight of .* between 1 and 1e\+09"):
             Registry().admit(msgspec.structs.replace(hello, rates=Rates(computed_weight=weight)))
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("weight", [(-1.0, 0.0), (1.0, math.nan), (math.inf, 0.0)])
+async def test_a_weight_of_recomputed_tokens_that_cannot_be_is_refused(weight):
+    async with cluster(prefill=0) as made:
+        hello = made.engines["d0"].hello()
+        bad = Rates(recompute_weight=RecomputeWeight(*weight))
+        with pytest.raises(EngineRefusedError, match=r"RecomputeWeight.* at least 0 and finite"):
+            Registry().admit(msgspec.structs.replace(hello, rates=bad))

@@ -33,6 +33,7 @@ from dualpath.transport.memory import allocate_registered, allocate_shared
 from dualpath_lab.emulated.checkable_kv import CheckedAt, KvFunction, Seeds, Verifier, Words
 from dualpath_lab.emulated.ranks import FollowerRank, LeaderRank, OnlyRank
 from dualpath_lab.emulated.settings import WORD_BYTES, EmulatedSettings, Verify
+from dualpath_sim.simulator.derived import recompute_weight
 
 # --------------------------------------------------------------------------------------------- hbm
 # HBM of an emulated engine: registered DRAM with the layout of an engine's KV memory.
@@ -451,7 +452,7 @@ class DataPlane(RankPlane):
         if settings.engine.role is Role.PREFILL:
             costs = settings.costs
             rate = Rate(costs.prefill_tokens_per_s * settings.speedup, RateOrigin.COSTS)
-            self.membership.set_compute_rate(rate, costs.computed_weight)
+            self.membership.set_compute_rate(rate, costs.computed_weight, recompute_weight(costs))
         self.manager = self.mover = self.membership.manager
         self.group = self.manager.ranks
         self.verifier = self.open_verifier(self.manager.counters)

@@ -10,6 +10,7 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.control import Load
 from dualpath.core.modes import Handover, Mode
+from dualpath.core.rates import RecomputeWeight
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import HitRun
 
@@ -51,7 +52,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     ``generated_reserve_tokens`` how many of a request's generated tokens count into its length
     at the DE, at most (the prompt always counts; 0 reserves the prompt alone);
     ``recompute_limit_s`` how long recomputing a hit may take if loading it takes longer, 0 to
-    load all hits;
+    load all hits; a recomputed token counts ``recompute_weight`` of β's tokens, None for
+    ``computed_weight`` wherever it is;
     ``append_at_decode_tokens`` how many tokens behind a hit a DE may compute itself, 0 for none
     (``policy.read_side``);
     ``handover`` where DEs receive KV (``policy.read_side``);
@@ -72,6 +74,12 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     handover: Handover = Handover.BUFFER
     third_engine_reads: int = 0
     computed_weight: float = TYPICAL_COMPUTED_WEIGHT
+    recompute_weight: RecomputeWeight | None = None
+
+    @property
+    def weight_of_recomputed(self) -> RecomputeWeight:
+        """How many of β's tokens a recomputed token counts."""
+        return self.recompute_weight or RecomputeWeight(self.computed_weight)
 
 
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -174,7 +182,7 @@ class SchedulerEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
 
 class SetThresholds(SchedulerEvent, frozen=True, tag="set_thresholds"):
-    """α, β and the weight of a computed token, as in ``SchedulerSettings``, from now on.
+    """α, β and the weights of a computed token, as in ``SchedulerSettings``, from now on.
 
     Requests that are placed stay where they are.
     """
@@ -182,6 +190,7 @@ class SetThresholds(SchedulerEvent, frozen=True, tag="set_thresholds"):
     alpha_tokens: int
     beta_tokens: int
     computed_weight: float = TYPICAL_COMPUTED_WEIGHT
+    recompute_weight: RecomputeWeight | None = None
 
 
 class EngineJoined(SchedulerEvent, frozen=True, tag="engine_joined"):

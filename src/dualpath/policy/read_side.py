@@ -16,17 +16,19 @@ computes it.
 prefilled when its hits are in DRAM and its PE is free.  If r tokens are read per second behind q
 queued ones, c computed, and the PE is busy for w seconds, then loading x of u unread hit tokens
 ends the prefill max(w, (q + x) / r) + (u - x) / c from now, without any wait for reads at x = 0.
-That is piecewise linear, so the best x is one of three: all; none; or the tokens that are read
-anyway while the PE is busy, x = w r - q.  The head is loaded and the tail recomputed, because
-recomputed tokens attend to all tokens before them.
+The best x is all; none; the tokens that are read anyway while the PE is busy, x = w r - q; or, if
+that is more, the fewest that leave no more than ``recompute_limit_s`` to compute.  The head is
+loaded and the tail recomputed, because recomputed tokens attend to all tokens before them.
 
-- r is the speed behind α, of either node; c is that behind β on *appended* tokens, at the turn that
-  β is stated for, the typical one or the longest that fits the model's context: a computed token
-  counts as ``computed_weight`` prompt tokens.  Longer appends and shorter contexts are computed
-  faster than that, so that too much is loaded rather than recomputed.
-- How long the PE is busy follows from the tokens that it computes for earlier requests, with that
-  weight.  Their loads delay nothing there: of tok_e, their prompts, most are hits.
-- Recomputed tokens count with that weight in the PE's load; else one long reading queue would send
+- r is the speed behind α, of either node; c is that behind β, with ``recompute_weight``: a token
+  takes longer the more tokens are before it.  The end is concave in x all the same where reads take
+  longer than the PE is busy, so that no other x is better.  Where engines report no such weight,
+  each token counts ``computed_weight``: that of a token that is appended at the turn that β is
+  stated for, more than the tokens of shorter contexts and longer appends take.
+- How long the PE is busy follows from the tokens that it computes for earlier requests, each
+  counted with ``computed_weight``.  Their loads delay nothing there: of tok_e, their prompts, most
+  are hits.
+- Recomputed tokens count with their weight in the PE's load; else one long reading queue would send
   all requests to PEs at once.
 - Only DualPath and Split recompute.  Basic, Layerwise and Round robin are the baselines, and Oracle
   reads nothing.  If α or β is unlimited, or 0, it implies no rate: everything is loaded.
@@ -74,6 +76,7 @@ from typing import NamedTuple
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Handover, Mode
+from dualpath.core.rates import RecomputeWeight
 from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.policy.accounts import COMPUTING, FREE_HBM, NODE, SEQ, EngineAccount, Ledger
@@ -393,19 +396,14 @@ def pe_charged_less(pe_total: int, pe_rate: float, de_total: int, de_rate: float
 # ------------------------------------------------------------------------ recomputation
 
 
-def weight_tokens(recomputed_tokens: int, computed_weight: float) -> int:
-    """Return the number of prompt tokens that are as much work as recomputed hit tokens."""
-    return int(recomputed_tokens * computed_weight)
-
-
-def more_weight(before_tokens: int, after_tokens: int, computed_weight: float) -> int:
-    """Return how much more a request counts at its PE if more of its hit is recomputed."""
-    before = weight_tokens(before_tokens, computed_weight)
-    return weight_tokens(after_tokens, computed_weight) - before
+def weight_tokens(hit_tokens: int, recomputed_tokens: int, weight: RecomputeWeight) -> int:
+    """Return how many prompt tokens are as much work as those recomputed at the end of a hit."""
+    return int(weight.tokens(hit_tokens - recomputed_tokens, recomputed_tokens))
 
 
 def recompute_tokens(
     rule: int,
+    cached_tokens: int,
     unread_tokens: int,
     computing_tokens: int,
     pe_queue: int,
@@ -413,17 +411,19 @@ def recompute_tokens(
     alpha_tokens: int,
     beta_tokens: int,
     computed_weight: float,
+    weight: RecomputeWeight,
     limit_s: float,
     block_tokens: int,
 ) -> int:
     """Return how many tokens at the end of a hit are recomputed, 0 if loading is as fast.
 
-    ``unread_tokens`` of the hit are in neither engine's DRAM, ``computing_tokens`` are those that
-    its PE has to compute of requests before it, ``*_queue`` are the reading queues of both nodes.
-    Recomputing takes ``limit_s`` at most; 0 recomputes nothing.  Compiles with numba as it stands.
+    The engines have the first ``cached_tokens`` of the hit in DRAM, and none of the
+    ``unread_tokens`` behind them.  ``computing_tokens`` are those that the PE has to compute of
+    requests before it, ``*_queue`` are the reading queues of both nodes.  Recomputing takes
+    ``limit_s`` at most; 0 recomputes nothing.
     """
-    least, most = min(alpha_tokens, beta_tokens), max(alpha_tokens, beta_tokens)
-    unknown = least <= 0 or most >= UNLIMITED_TOKENS
+    slowest, fastest = min(alpha_tokens, beta_tokens), max(alpha_tokens, beta_tokens)
+    unknown = slowest <= 0 or fastest >= UNLIMITED_TOKENS
     if limit_s <= 0 or unknown or (rule != SHORTER_QUEUE and rule != BOTH_SIDES):
         return 0
     prompt_per_s, read_per_s = beta_tokens / BETA_S, alpha_tokens / ALPHA_S
@@ -432,9 +432,13 @@ def recompute_tokens(
         queue, read_per_s = pe_queue + de_queue, 2 * read_per_s
     wait_s = computing_tokens * computed_weight / prompt_per_s
     meanwhile = min(max(int(min(wait_s * read_per_s, 1e15)) - queue, 0), unread_tokens)
+    hit_tokens = cached_tokens + unread_tokens
+    within_limit = min(weight.most_before(hit_tokens, limit_s * prompt_per_s), unread_tokens)
+    least = holding_blocks(unread_tokens - within_limit, block_tokens) * block_tokens
     loaded, end_s = unread_tokens, max(wait_s, (queue + unread_tokens) / read_per_s)
-    for tokens in (meanwhile // block_tokens * block_tokens, 0):
-        compute_s = weight_tokens(unread_tokens - tokens, computed_weight) / prompt_per_s
+    for tokens in (meanwhile // block_tokens * block_tokens, min(least, unread_tokens), 0):
+        recomputed = weight.tokens(cached_tokens + tokens, unread_tokens - tokens)
+        compute_s = recomputed / prompt_per_s
         load_s = (queue + tokens) / read_per_s if tokens else 0.0
         if compute_s <= limit_s and max(wait_s, load_s) + compute_s < end_s:
             loaded, end_s = tokens, max(wait_s, load_s) + compute_s
@@ -608,6 +612,7 @@ class HitSources:
         hit_tokens += unstored
         recomputed = recompute_tokens(
             self._rule,
+            cached,
             hit_tokens - cached,
             self._ledger.engines[engines[Role.PREFILL]].account(COMPUTING),
             prefill.queue_tokens,
@@ -615,6 +620,7 @@ class HitSources:
             settings.alpha_tokens,
             settings.beta_tokens,
             settings.computed_weight,
+            settings.weight_of_recomputed,
             settings.recompute_limit_s,
             settings.block_tokens,
         )

@@ -88,7 +88,6 @@ from dualpath.policy.read_side import (
     UNLIMITED_BLOCKS,
     HitSource,
     HitSources,
-    more_weight,
     tokens_of,
     weight_tokens,
 )
@@ -384,7 +383,7 @@ class RequestScheduler:
     def _assign_pair(self, live: LiveRequest, source: HitSource) -> Assignment:
         """Charge a request to both of its engines."""
         prefill_engine, decode_engine = live.engines[Role.PREFILL], live.engines[Role.DECODE]
-        weight = weight_tokens(source.recompute_tokens, self._settings.computed_weight)
+        weight = self._recompute_weight(live, source.recompute_tokens)
         self._ledger.assign(prefill_engine, live.request_id, weight)
         self._ledger.assign(decode_engine, live.request_id)
         reads = self._read_tokens(live, source)
@@ -413,6 +412,11 @@ class RequestScheduler:
         self._unassigned -= 1
         self._charge_computing(live, source)
         return live.assignment
+
+    def _recompute_weight(self, live: LiveRequest, recompute_tokens: int) -> int:
+        """Return how much more a request counts at its PE, which recomputes the end of its hit."""
+        weight = self._settings.weight_of_recomputed
+        return weight_tokens(live.request.hit_tokens, recompute_tokens, weight)
 
     def _thirds_change(self, assignment: Assignment, grant: SlotsGranted) -> bool:
         """Whether third DEs may serve reads from now on, or do not serve what is planned."""
@@ -507,9 +511,8 @@ class RequestScheduler:
             third_reads=grant.third_reads,
         )
         source = source.recomputing_more(old.recompute_tokens)
-        more = more_weight(
-            old.recompute_tokens, source.recompute_tokens, self._settings.computed_weight
-        )
+        before = self._recompute_weight(live, old.recompute_tokens)
+        more = self._recompute_weight(live, source.recompute_tokens) - before
         reads = self._read_tokens(live, source)
         new = msgspec.structs.replace(
             old,
@@ -657,6 +660,7 @@ class RequestScheduler:
             alpha_tokens=thresholds.alpha_tokens,
             beta_tokens=thresholds.beta_tokens,
             computed_weight=thresholds.computed_weight,
+            recompute_weight=thresholds.recompute_weight,
         )
         self._sources.settings = self._settings
         alpha_tokens = effective_alpha_tokens(self._settings)

@@ -4,6 +4,7 @@ They are fitted to a few timed passes or read from a file of ``dualpath profile`
 not import vLLM.
 """
 
+import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from dualpath.core.errors import ConfigError
-from dualpath.core.rates import ComputedWeight
+from dualpath.core.rates import ComputedWeight, RecomputeWeight, fitted_recompute_weight
 from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate, fit
 from dualpath.policy.events import (
     TYPICAL_APPEND_TOKENS,
@@ -36,12 +37,14 @@ class PassCosts(msgspec.Struct, frozen=True):
     """``attention`` predicts the time of a batch's attention layers from its FLOP (§6.2).
 
     ``prefill_tokens_per_s`` counts all tokens of prompts, hits included.  ``computed_weight`` ≥ 1
-    is the number of prompt tokens per computed token.
+    is the number of prompt tokens per computed token, ``recompute_weight`` that by position, where
+    passes have full size; None if it is unknown.
     """
 
     attention: LayerTimeEstimate
     prefill_tokens_per_s: float
     computed_weight: float
+    recompute_weight: RecomputeWeight | None = None
 
 
 def fitted_attention(passes: Sequence[TimedPass], geometry: AttentionGeometry) -> LayerTimeEstimate:
@@ -83,12 +86,33 @@ def from_passes(
     append = min(TYPICAL_APPEND_TOKENS, context_limit_tokens)
     context = min(TYPICAL_CONTEXT_TOKENS, context_limit_tokens - append)
     turn_s = attention.seconds(geometry.flops(context, append)) + rest_s * append
-    return PassCosts(attention, (context + append) / turn_s, (context + append) / append)
+    tokens_per_s = (context + append) / turn_s
+    weight = _recompute_weight(
+        attention, geometry, rest_s, min(TYPICAL_CONTEXT_TOKENS, context_limit_tokens), tokens_per_s
+    )
+    return PassCosts(attention, tokens_per_s, (context + append) / append, weight)
+
+
+def _recompute_weight(
+    attention: LayerTimeEstimate,
+    geometry: AttentionGeometry,
+    rest_s: float,
+    context: int,
+    tokens_per_s: float,
+) -> RecomputeWeight:
+    """Return the weight of a recomputed token; ``rest_s`` is its time besides attention."""
+
+    def seconds(cached: int, count: int) -> float:
+        return geometry.flops(cached, count) / attention.flops_per_s + rest_s * count
+
+    return fitted_recompute_weight(seconds, context, tokens_per_s)
 
 
 class _Prefill(msgspec.Struct):
     pair_s: float
     index_pair_s: float = 0.0
+    attention_token_s: float = 0.0
+    feed_forward_token_s: float = 0.0
 
 
 class Profile(msgspec.Struct):
@@ -128,4 +152,11 @@ def read_file(path: str, geometry: AttentionGeometry) -> PassCosts:
     seconds = profile.prefill.pair_s + profile.prefill.index_pair_s
     flops_per_s = (geometry.pair_flops + geometry.index_pair_flops) / seconds
     attention = LayerTimeEstimate(0.0, flops_per_s)
-    return PassCosts(attention, profile.prefill_tokens_per_s, profile.computed_weight)
+    costs = PassCosts(attention, profile.prefill_tokens_per_s, profile.computed_weight)
+    rest_s = profile.prefill.attention_token_s + profile.prefill.feed_forward_token_s
+    if not 0 < rest_s < math.inf:
+        return costs
+    weight = _recompute_weight(
+        attention, geometry, rest_s, TYPICAL_CONTEXT_TOKENS, costs.prefill_tokens_per_s
+    )
+    return msgspec.structs.replace(costs, recompute_weight=weight)

@@ -276,7 +276,10 @@ class WorkerSide:
             group.broadcast(NO_MORE_PASSES)
         if found is not None:
             self.costs = found.costs
-            self._joined().set_compute_rate(found.rate, found.costs.computed_weight)
+            costs = found.costs
+            self._joined().set_compute_rate(
+                found.rate, costs.computed_weight, costs.recompute_weight
+            )
 
     def _time_passes(
         self, runner: PassRunner, stopwatch: AttentionStopwatch, wanted: bool

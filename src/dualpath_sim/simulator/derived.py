@@ -8,12 +8,13 @@ from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.modes import Handover, Mode
+from dualpath.core.rates import RecomputeWeight, fitted_recompute_weight
 from dualpath.plan import movements
-from dualpath.policy.batching import NO_LOAD_BOUND, LoadBound
-from dualpath.policy.events import EngineSpec, SchedulerSettings
+from dualpath.policy.batching import NO_LOAD_BOUND, UNBOUNDED_TOKENS, LoadBound, chunk_flops
+from dualpath.policy.events import TYPICAL_CONTEXT_TOKENS, EngineSpec, SchedulerSettings
 from dualpath.workload.columns.agent_table import AgentTable
 from dualpath_sim.simulator import rules
-from dualpath_sim.simulator.settings import ClusterSettings, Setup
+from dualpath_sim.simulator.settings import ClusterSettings, ModelCosts, Setup
 
 #: A compute quota that never binds, for modes without one.
 NO_QUOTA_S = 1e30
@@ -241,6 +242,7 @@ def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
         "alpha_tokens": limits.alpha_tokens,
         "beta_tokens": limits.beta_tokens,
         "computed_weight": setup.model.computed_weight,
+        "recompute_weight": recompute_weight(setup.model),
     }
     if setup.model.window_layers:
         derived |= {
@@ -249,6 +251,25 @@ def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
             "third_engine_reads": 0,
         }
     return SchedulerSettings(**{name: getattr(cluster, name) for name in names} | derived)
+
+
+def recompute_weight(model: ModelCosts) -> RecomputeWeight:
+    """Return how many prompt tokens a PE gets done while it recomputes a token, by its position.
+
+    What a pass takes besides its tokens is left out: a long recomputation has full passes.
+    """
+    prefill = model.prefill
+    compute_s = prefill.attention_token_s + prefill.feed_forward_token_s
+    exchange_s = prefill.exchange_token_s
+    token_s = max(compute_s, exchange_s) if prefill.interleaved else compute_s + exchange_s
+    costs = (prefill.pair_s, prefill.index_pair_s, token_s)
+    window = prefill.window_tokens or UNBOUNDED_TOKENS
+
+    def seconds(cached: int, count: int) -> float:
+        return chunk_flops(*costs, window, cached, count)
+
+    context = min(TYPICAL_CONTEXT_TOKENS, model.context_limit_tokens or TYPICAL_CONTEXT_TOKENS)
+    return fitted_recompute_weight(seconds, context, model.prefill_tokens_per_s)
 
 
 def engine_specs(setup: Setup, limits: Limits, layout: ClusterLayout) -> list[EngineSpec]:

@@ -23,7 +23,7 @@ from dualpath.core.control import (
     RouterMessage,
 )
 from dualpath.core.key_cache import Adapter
-from dualpath.core.rates import Rate, RateOrigin, Rates
+from dualpath.core.rates import Rate, RateOrigin, Rates, RecomputeWeight
 from dualpath.engine.buffer.hbm_reservations import HbmPool
 from dualpath.engine.control.link import ControlLink
 from dualpath.engine.control.surroundings import LIVE, Surroundings
@@ -188,10 +188,18 @@ class Membership:
             )
             self.rates = msgspec.structs.replace(self.rates, read_bytes=rate)
 
-    def set_compute_rate(self, prefill_tokens: Rate, computed_weight: float) -> None:
+    def set_compute_rate(
+        self,
+        prefill_tokens: Rate,
+        computed_weight: float,
+        recompute_weight: RecomputeWeight | None = None,
+    ) -> None:
         """Report these rates of computation from the next registration on; see ``Rates``."""
         self.rates = msgspec.structs.replace(
-            self.rates, prefill_tokens=prefill_tokens, computed_weight=computed_weight
+            self.rates,
+            prefill_tokens=prefill_tokens,
+            computed_weight=computed_weight,
+            recompute_weight=recompute_weight,
         )
 
     def _end_if_broken(self, now_ns: int) -> None:

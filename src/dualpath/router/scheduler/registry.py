@@ -308,6 +308,13 @@ def _check_settings(name: str, hello: Register) -> None:
             f"{name} has a computed_weight of {weight}; it must be between 1 and "
             f"{MAX_COMPUTED_WEIGHT:g}; start it with another {{profile}}",
         )
+    recompute = hello.rates.recompute_weight
+    if recompute is not None and not recompute.is_valid:
+        raise EngineRefusedError(
+            ControlRefusal.SETTINGS,
+            f"{name} has a {recompute}; its numbers must be at least 0 and finite; start it with "
+            "another {profile}",
+        )
     for limit, value in hello.limits.items():
         if isinstance(value, int) and value < 1:
             raise EngineRefusedError(

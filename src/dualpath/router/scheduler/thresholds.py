@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from dualpath.core.rates import Rate, RateOrigin
+from dualpath.core.rates import Rate, RateOrigin, Rates, RecomputeWeight
 from dualpath.policy.events import (
     ALPHA_S,
     BETA_S,
@@ -39,11 +39,12 @@ class Threshold(msgspec.Struct, frozen=True):
 
 
 class ClusterThresholds(msgspec.Struct, frozen=True):
-    """α and β as they are in force; ``computed_weight`` is that of ``SchedulerSettings``."""
+    """α and β as they are in force; both weights are those of ``SchedulerSettings``."""
 
     alpha: Threshold = Threshold(None, DEFAULT)
     beta: Threshold = Threshold(None, DEFAULT)
     computed_weight: float = TYPICAL_COMPUTED_WEIGHT
+    recompute_weight: RecomputeWeight | None = None
 
     @property
     def read_tokens_per_s(self) -> float:
@@ -56,6 +57,7 @@ class ClusterThresholds(msgspec.Struct, frozen=True):
             alpha_tokens=self.alpha.tokens or UNLIMITED_TOKENS,
             beta_tokens=self.beta.tokens or UNLIMITED_TOKENS,
             computed_weight=self.computed_weight,
+            recompute_weight=self.recompute_weight,
         )
 
 
@@ -66,13 +68,14 @@ def derive(
     engines = list(prefill_engines)
     reads = _slowest(engines, lambda engine: engine.rates.read_bytes)
     computes = _slowest(engines, lambda engine: engine.rates.prefill_tokens)
-    weight = None
+    rates = Rates()
     if settings.beta_tokens is None and computes is not None:
-        weight = computes.engine.rates.computed_weight
+        rates = computes.engine.rates
     return ClusterThresholds(
         alpha=_threshold(settings.alpha_tokens, reads, ALPHA_S / bytes_per_token),
         beta=_threshold(settings.beta_tokens, computes, BETA_S),
-        computed_weight=weight or TYPICAL_COMPUTED_WEIGHT,
+        computed_weight=rates.computed_weight or TYPICAL_COMPUTED_WEIGHT,
+        recompute_weight=rates.recompute_weight,
     )
 
 
