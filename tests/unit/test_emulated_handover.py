@@ -81,6 +81,7 @@ async def test_prompts_received_in_hbm_have_the_answers_and_hits_of_the_buffer(
                 total(made, Counter.PERSIST_DROPPED_BLOCKS),
             )
             assert handovers(made) == {handover.value}
+            assert made.engines["prefill-0"].plane.manager.load_token_s > 0
     assert found[Handover.HBM] == found[Handover.BUFFER]
     assert found[Handover.HBM][3] == 0
 

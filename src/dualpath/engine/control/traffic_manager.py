@@ -213,6 +213,12 @@ class TrafficManager:
         return self._rank.hbm_refusal
 
     @property
+    def load_token_s(self) -> float:
+        """How long passes have lately taken to load a token of KV; 0 before the first load."""
+        token_bytes = self.geometry.full_block_bytes / self.geometry.block_tokens
+        return self._rank.movers.load_times.seconds(token_bytes)
+
+    @property
     def node_dram(self) -> NodeDramShare | None:
         """The DRAM cache that it shares with other engines of its node, None without one."""
         if (shared := self._node_dram) is None:
