@@ -246,6 +246,9 @@ class TrafficManager:
                 unallocated_hbm_tokens=(
                     self.active.unallocated_tokens() if self.settings.role is Role.DECODE else 0
                 ),
+                quarantined_hbm_tokens=(
+                    self.reserved_hbm.quarantined_blocks() * self.geometry.block_tokens
+                ),
             ),
             counters=self.counters.snapshot() | self._tier.totals() | self.attention.totals(),
             unhealthy=self.health(),
