@@ -64,6 +64,11 @@ class CachedCosts(msgspec.Struct, frozen=True):
     measured_s: float = 0.0
     starts: int = 1
 
+    @property
+    def suffices(self) -> bool:
+        """Whether later starts use the costs without timing passes."""
+        return self.starts >= STARTS and self.costs.besides_attention is not None
+
 
 class CostsCache:
     """One file per ``of``: the names and values that the costs depend on.
@@ -655,8 +660,7 @@ def find_costs(
         return FoundCosts(costs, RateOrigin.FILE)
     cache = CostsCache(cache_directory(), _of(settings, config, namespace))
     found = cache.load(now_s)
-    complete = found is not None and found.costs.besides_attention is not None
-    enough = complete and found is not None and found.starts >= STARTS
+    enough = found is not None and found.suffices
     passes = time_passes(not enough)
     if passes is None or enough:
         return None if found is None else _from_cache(found, now_s, cache)
