@@ -6,6 +6,7 @@ cluster with the hand-over in the DE's buffer.
 
 import asyncio
 import contextlib
+from collections import deque
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from tests.unit.test_emulated_dram import total, updated
 
 from dualpath.core.modes import Handover, Mode
 from dualpath.engine.counters import Counter
+from dualpath.engine.passes.pump import LoadTimes
 from dualpath.router.settings import RouterSettings
+from dualpath_lab.emulated.prefill import Batch, BatchFormer
+from dualpath_lab.emulated.requests import PrefillRequest
 
 PROMPT = list(range(1, 38))
 
@@ -81,6 +85,7 @@ async def test_prompts_received_in_hbm_have_the_answers_and_hits_of_the_buffer(
                 total(made, Counter.PERSIST_DROPPED_BLOCKS),
             )
             assert handovers(made) == {handover.value}
+            assert made.engines["prefill-0"].plane.manager.load_token_s > 0
     assert found[Handover.HBM] == found[Handover.BUFFER]
     assert found[Handover.HBM][3] == 0
 
@@ -111,6 +116,40 @@ async def test_prompts_that_wait_for_hbm_and_slots_of_two_engines_all_get_their_
             assert made.counts(1) == 0
             answers[chosen] = [*first, *again]
     assert answers[handover] == answers[Handover.BUFFER]
+
+
+@pytest.mark.parametrize(("handover", "passes"), [(Handover.HBM, [1] * 5), (Handover.BUFFER, [5])])
+async def test_turns_that_wait_at_once_do_not_all_wait_for_the_loads_of_one_pass(
+    handover: Handover, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load of a token takes a millisecond, as observed; two contexts take longer than 0.1 s."""
+    monkeypatch.setattr(LoadTimes, "seconds", lambda self, size_bytes: 1e-3)
+    form, at_once, sizes = BatchFormer.form, 1, list[int]()
+
+    def form_noted(
+        self: BatchFormer, waiting: deque[PrefillRequest], load_token_s: float
+    ) -> Batch | None:
+        nonlocal at_once
+        if len(waiting) < at_once or (batch := form(self, waiting, load_token_s)) is None:
+            return None
+        at_once = 1
+        sizes.append(len(batch.chunks))
+        return batch
+
+    monkeypatch.setattr(BatchFormer, "form", form_noted)
+    prompts = [[1000 * agent + index for index in range(60)] for agent in range(5)]
+    storage = f"memory://handover-at-once-{handover.value}"
+    async with cluster(storage, Mode.SPLIT, router=settings(handover), speedup=1.0) as made:
+        first = await asyncio.gather(*(made.ask(prompt, 3) for prompt in prompts))
+        await made.idle()
+        await left_hbm(made)
+        sizes.clear()
+        at_once = 5
+        turns = [[*prompt, *tokens, 7] for prompt, (tokens, _) in zip(prompts, first, strict=True)]
+        second = await asyncio.gather(*(made.ask(turn, 1) for turn in turns))
+        assert [hits for _, hits in second] == [60] * 5
+        assert sizes == passes
+        assert made.counts(1) == 0
 
 
 @pytest.mark.parametrize("counter", [Counter.PE_TO_DE_BYTES, Counter.D2H_BYTES])

@@ -19,6 +19,7 @@ from dualpath.policy.events import (
 )
 from dualpath.storage.memory import MemoryStorage
 from dualpath.vllm.pass_costs import (
+    BesidesAttention,
     PassCosts,
     TimedPass,
     fitted_attention,
@@ -59,6 +60,29 @@ def test_costs_of_passes_are_found_again():
     assert recomputed == pytest.approx(recomputed_s, rel=1e-3)
 
 
+def test_a_short_pass_shows_what_a_pass_takes_besides_attention_and_its_tokens():
+    """Nothing else is derived from it: its attention is too short to measure."""
+    passes = [timed(0), timed(512), timed(2048)]
+    alone = costs_of(passes, 131_072)
+    assert alone.besides_attention.batch_s == 0
+    assert alone.besides_attention.token_s == pytest.approx(TOKEN_S)
+    longer = [TimedPass(p.cached, p.bsz, p.pass_s + 0.03, p.attention_s) for p in passes]
+    short = TimedPass(0, 16, 0.03 + 16 * TOKEN_S + 0.5, 0.5)
+    slow = TimedPass(0, 16, 9.0, 0.5)
+    with_short = costs_of([*longer, short, slow], 131_072)
+    assert with_short.besides_attention.batch_s == pytest.approx(0.03)
+    assert with_short.besides_attention.token_s == pytest.approx(TOKEN_S)
+    without = costs_of(longer, 131_072)
+    assert with_short.attention == without.attention == alone.attention
+    assert with_short.prefill_tokens_per_s == without.prefill_tokens_per_s
+
+
+def test_a_pass_that_takes_no_longer_with_more_tokens_has_no_time_per_token():
+    costs = costs_of([timed(0), timed(512), TimedPass(0, 16, 0.9, 0.1)], 131_072)
+    assert costs.besides_attention.batch_s == pytest.approx(512 * TOKEN_S)
+    assert costs.besides_attention.token_s == 0
+
+
 @pytest.mark.parametrize("limit", [2048, 100])
 def test_the_typical_turn_fills_a_short_context(limit):
     append = min(TYPICAL_APPEND_TOKENS, limit)
@@ -90,6 +114,8 @@ def test_a_profile_file_gives_speed_and_attention(tmp_path: Path):
     assert read_file(str(file), ATTENTION) == costs
     file.write_text("computed_weight = 3.0\n" + file.read_text())
     assert read_file(str(file), ATTENTION).computed_weight == 3.0
+    file.write_text(file.read_text() + "batch_s = 0.02\nfeed_forward_token_s = 1e-4\n")
+    assert read_file(str(file), ATTENTION).besides_attention == BesidesAttention(0.02, 1e-4)
 
 
 @pytest.mark.parametrize(

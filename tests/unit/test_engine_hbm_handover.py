@@ -194,12 +194,15 @@ def test_hbm_that_a_pe_may_still_write_is_not_reused_until_that_is_over(
     prompt.release(certain=False)
     assert free_blocks(cluster) == whole - BLOCKS - 2
     assert cluster.de.manager.in_doubt().quarantined == ("r",)
+    quarantined_tokens = (BLOCKS + 2) * GEOMETRY.block_tokens
+    assert cluster.de.report().load.quarantined_hbm_tokens == quarantined_tokens
     cluster.de.command(Assign("r", TOKENS, 0, hbm_prompt_tokens=TOKENS, hbm_new_tokens=0))
     assert "has not left the engine" in cluster.de.answer(Failed, "r").reason
     prompt.prefill()  # Late bytes reach blocks of no other request.
     cluster.de.command(Release("r", "the PE is dead"))
     assert free_blocks(cluster) == whole
     assert cluster.de.manager.in_doubt().quarantined == ()
+    assert cluster.de.report().load.quarantined_hbm_tokens == 0
 
 
 @pytest.mark.parametrize("confirmed", [False, True])

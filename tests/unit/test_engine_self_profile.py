@@ -79,7 +79,8 @@ def timed(monkeypatch):
 def test_passes_are_timed_after_more_and_more_tokens_and_removed(timed):
     passes = timed.run(BLOCK_TOKENS, 100, 60, 10_000)
     assert [(p.cached, p.bsz) for p in passes] == [
-        (cached, 48) for cached in (0, 48, 96, 192, 384, 768, 1536, 1552)
+        *((cached, 48) for cached in (0, 48, 96, 192, 384, 768, 1536, 1552)),
+        (0, BLOCK_TOKENS),
     ]
     for p in passes:
         assert p.attention_s == pytest.approx(2e-4 * (p.cached + p.bsz))
@@ -105,8 +106,8 @@ def test_compilation_at_the_first_use_of_a_shape_is_not_part_of_a_passes_time(ti
 
     monkeypatch.setattr(timed.worker, "execute_model", compiling)
     passes = timed.run(BLOCK_TOKENS, 100, 60, 10_000)
-    assert [p.cached for p in passes] == [0, *compilations_s]
-    assert all(p.pass_s == pytest.approx(2e-4 * (p.cached + 48) + 2e-3) for p in passes)
+    assert [p.cached for p in passes] == [0, *compilations_s, 0]
+    assert all(p.pass_s == pytest.approx(2e-4 * (p.cached + p.bsz) + 2e-3) for p in passes)
 
 
 @pytest.mark.parametrize("limits", [(16, 1, 2048, 1000), (16, 100, 2048, 17), (16, 100, 15, 1000)])
@@ -157,8 +158,7 @@ def test_the_quota_is_set_or_else_measured(set_flops, costs, flops_per_s, monkey
 
 
 def test_the_quota_predicts_what_the_step_computes():
-    limits = self_profile.PassLimits(BLOCK_TOKENS, 100, 60, 10_000)
-    step = self_profile.step_of(limits, 96)
+    step = self_profile.step_of(96, 48, BLOCK_TOKENS)
     running = CachedRequestData.make_empty()
     running.req_ids, running.num_computed_tokens = ["r", "s"], [512, 16]
     step.scheduled_cached_reqs = running
@@ -212,7 +212,7 @@ def test_ranks_of_a_group_time_the_same_passes_together():
     assert blocks == 60  # those of the rank that has fewer
     assert workers[0].steps == workers[1].steps
     assert workers[0].ended == workers[1].ended == len(workers[0].steps)
-    sizes = [(cached, 48) for cached in (0, 48, 96, 192, 384, 768, 912)]
+    sizes = [*((cached, 48) for cached in (0, 48, 96, 192, 384, 768, 912)), (0, BLOCK_TOKENS)]
     assert [(p.cached, p.bsz) for p in first] == [(p.cached, p.bsz) for p in second] == sizes
 
 
@@ -403,6 +403,26 @@ def test_a_start_on_a_busy_machine_uses_the_faster_earlier_start(find):
     assert (found.costs, found.origin, found.age_s) == (fast.costs, RateOrigin.REMEMBERED, 5)
     assert timings == 1
     assert find(slow, layer_buffers=1)[0].costs != fast.costs
+
+
+def test_cached_costs_of_an_earlier_version_are_used_and_completed(find, tmp_path):
+    """They have no time besides attention: after three starts passes are timed once more."""
+    for start in range(3):
+        known, _ = find(PASSES, now_s=NOW_S + start)
+    (file,) = (tmp_path / "cache").rglob("costs-*.json")
+    cached = msgspec.json.decode(file.read_bytes())
+    assert set(cached["costs"].pop("besides_attention")) == {"batch_s", "token_s"}
+    cached["costs"]["prefill_tokens_per_s"] *= 2
+    file.write_bytes(msgspec.json.encode(cached))
+    former, timings = find(None, now_s=NOW_S + 3)
+    assert (former.costs.besides_attention, former.origin, timings) == (
+        None, RateOrigin.REMEMBERED, 1,
+    )  # fmt: skip
+    completed, timings = find(PASSES, now_s=NOW_S + 4)
+    assert timings == 1
+    assert completed.costs.besides_attention == known.costs.besides_attention
+    assert completed.rate.per_s == pytest.approx(2 * known.rate.per_s), "the fastest start counts"
+    assert find([], now_s=NOW_S + 5)[1] == 0
 
 
 def test_rough_costs_are_used_and_not_cached(find):

@@ -126,6 +126,21 @@ def test_loads_may_take_as_long_as_the_whole_computation_not_attention_alone() -
     assert quota.admit(cached=30, remaining=1) == 0
 
 
+def test_the_bound_counts_what_a_batch_loads_and_refuses_what_is_received_in_hbm() -> None:
+    quota = ComputeQuota(PAIRS, ESTIMATE, quota_s=10.0)
+    quota.reset(load_token_s=1e-3)
+    assert quota.admit(cached=500, remaining=1, loaded=0) == 1, "its KV is still in HBM"
+    assert quota.admit(cached=100, remaining=1) == 1
+    assert quota.admit(cached=900, remaining=1, bounded=False) == 1, "received in the buffer"
+    assert quota.admit(cached=1, remaining=1) == 0, "but its load takes time"
+    quota.reset()
+    assert [quota.admit(cached=90, remaining=1) for _ in range(2)] == [1, 0]
+    quota.reset(load_token_s=0.5e-3)
+    assert [quota.admit(cached=90, remaining=1) for _ in range(3)] == [1, 1, 0]
+    quota.reset(load_token_s=0.0)
+    assert [quota.admit(cached=90, remaining=1) for _ in range(9)] == [1] * 9, "not known"
+
+
 def test_fit_recovers_overhead_and_speed() -> None:
     estimate = fit([(flops, 0.02 + flops / 5e9) for flops in (1e6, 5e8, 2e9, 7e9)])
     assert estimate.overhead_s == pytest.approx(0.02)

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import utils as engine_processes
@@ -41,11 +42,15 @@ from dualpath.core.transfers import (
     to_transfer_params,
 )
 from dualpath.engine.settings import EngineSettings
+from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate
 from dualpath.vllm.cache_layers import CacheGroups, max_drafted_prompt_tokens
 from dualpath.vllm.connector import DualPathConnector, check_engine_config, settings_of
 from dualpath.vllm.layerwise_worker import LayerwiseWorker, place_in_regions
+from dualpath.vllm.metadata import HeldBlocks, HeldBlocksMetadata
+from dualpath.vllm.pass_costs import BesidesAttention, PassCosts
 from dualpath.vllm.quota_scheduler import QuotaScheduler
 from dualpath.vllm.scheduler_side import SchedulerSide
+from dualpath.vllm.worker_side import WorkerSide
 
 BLOCK_TOKENS = 16
 GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=BLOCK_TOKENS, layer_block_bytes=1024)
@@ -81,6 +86,83 @@ def test_the_quota_hook_is_called_for_running_and_for_waiting_requests():
     running, _, waiting = source.partition("self.waiting")
     assert running.count("self._reserve_prefill_lookahead(") == 1
     assert waiting.count("self._reserve_prefill_lookahead(") == 1
+
+
+@pytest.mark.parametrize("handover", ["hbm", "buffer"])
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_request_that_is_received_in_hbm_waits_if_the_step_would_load_too_long(
+    handover, measured, monkeypatch
+):
+    """Six requests load 48 tokens each, of which the worker needs a millisecond for each."""
+    keys = block_keys(list(range(5 * BLOCK_TOKENS)), BLOCK_TOKENS)
+    scheduler, requests = quota_scheduler(measured, monkeypatch), []
+    side = scheduler.connector.scheduler_side
+    for number in range(6):
+        transfer = prefill_transfer(3, keys[2])
+        if handover == "hbm":
+            transfer = msgspec.structs.replace(transfer, de_slots=(), de_hbm_blocks=(1, 2, 3, 4, 5))
+        transfer = _json(to_transfer_params(transfer))
+        requests.append(vllm_request(range(5 * BLOCK_TOKENS), transfer=transfer))
+        requests[-1].request_id = f"r{number}"
+        assert side.matched_tokens(requests[-1], 0) == (3 * BLOCK_TOKENS, False)
+    waiting = list(requests)
+
+    def schedule(self):
+        admitted = []
+        while waiting and self._reserve_prefill_lookahead(waiting[0], 3 * BLOCK_TOKENS, 32) == 32:
+            admitted.append(waiting.pop(0).request_id)
+        scheduled = SchedulerOutput.make_empty()
+        scheduled.num_scheduled_tokens = dict.fromkeys(admitted, 32)
+        return scheduled
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    assert len(scheduler.schedule().num_scheduled_tokens) == 6, "the speed of loads is not known"
+    waiting += requests
+    side.update_held_blocks(HeldBlocksMetadata([], [], load_token_s=1e-3))
+    steps = [list(scheduler.schedule().num_scheduled_tokens) for _ in range(4)]
+    if handover == "hbm" and measured:
+        assert steps == [["r0", "r1"], ["r2", "r3"], ["r4", "r5"], []]
+    else:
+        assert steps[0] == [f"r{number}" for number in range(6)]
+
+
+def quota_scheduler(measured, monkeypatch):
+    """Return the scheduler of a prefill engine whose passes take no time besides loads."""
+    costs = PassCosts(LayerTimeEstimate(0.0, 1e12), 1000.0, 2.0)
+    if measured:
+        costs = msgspec.structs.replace(costs, besides_attention=BesidesAttention(0.0, 1e-6))
+    connector = object.__new__(DualPathConnector)
+    connector.costs = costs
+    connector._scheduler = SchedulerSide(SETTINGS, GEOMETRY, GROUPS)
+    connector._scheduler.bind_block_pool(BlockPool(64, False, BLOCK_TOKENS))
+    scheduler = object.__new__(QuotaScheduler)
+    scheduler.connector, scheduler._quota = connector, None
+    scheduler.vllm_config, scheduler.block_size = None, BLOCK_TOKENS
+    quota = "dualpath.vllm.quota_scheduler."
+    monkeypatch.setattr(quota + "settings_of", lambda config: SETTINGS)
+    monkeypatch.setattr(quota + "attention_geometry", lambda config: AttentionGeometry(1.0))
+    monkeypatch.setattr(
+        Scheduler, "_reserve_prefill_lookahead", lambda self, request, computed, new: new
+    )
+    return scheduler
+
+
+def test_the_worker_reports_a_changed_time_of_loads_once():
+    """It is that of the cluster that the engine has joined; outside a cluster nothing is loaded."""
+    side = object.__new__(WorkerSide)
+    side._held, side._reported_load_token_s = HeldBlocks(), 0.0
+    side._membership = SimpleNamespace(manager=SimpleNamespace(load_token_s=0.0))
+    assert side.take_held_blocks() is None
+    side._membership.manager.load_token_s = 2e-6
+    assert side.take_held_blocks().load_token_s == 2e-6
+    assert side.take_held_blocks() is None
+    side._held.hold((7,))
+    held = side.take_held_blocks()
+    assert (held.held, held.load_token_s) == ([7], None)
+    side._membership = None
+    assert side.take_held_blocks().load_token_s == 0.0
+    other = HeldBlocksMetadata([], [], load_token_s=3e-6)
+    assert held.aggregate(other).load_token_s == other.aggregate(held).load_token_s == 3e-6
 
 
 def test_the_schedule_has_what_the_connector_reads_of_it():

@@ -16,11 +16,17 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError
 from dualpath.core.runs import HitRun
 from dualpath.engine.passes.attention_times import ATTENTION_TRACK
+from dualpath.engine.passes.forward_pass import admit_chunk
 from dualpath.engine.passes.prefill_passes import RELEASED
 from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.threads import Thread
 from dualpath.plan.steps import chunk_of
-from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeEstimate
+from dualpath.policy.batching import (
+    AttentionGeometry,
+    ComputeQuota,
+    LayerTimeEstimate,
+    LoadBound,
+)
 from dualpath_lab.emulated.checkable_kv import CheckedAt
 from dualpath_lab.emulated.data_plane import DataPlane, EmulatedHbm
 from dualpath_lab.emulated.emulated_gpu import (
@@ -66,27 +72,40 @@ class BatchFormer:
         self._costs = settings.costs.prefill
         self._cap_tokens = None if engine.mode.compute_quota else settings.batch_cap_tokens
         self._geometry = settings.geometry
+        self._resident = settings.layer_regions >= settings.geometry.layers
+        self._speedup = settings.speedup
         self._hbm = hbm
         self._quota = ComputeQuota(
             attention_seconds(self._costs),
             LayerTimeEstimate(overhead_s=self._costs.attention_batch_s, flops_per_s=1.0),
             engine.compute_quota_s if limited else NO_QUOTA_S,
             settings.geometry.block_tokens,
+            LoadBound(0.0, self._costs.batch_s, self._costs.feed_forward_token_s),
         )
 
-    def form(self, waiting: Iterable[PrefillRequest]) -> Batch | None:
+    def form(self, waiting: Iterable[PrefillRequest], load_token_s: float = 0.0) -> Batch | None:
         """Return the next pass, None if nothing can be computed now.
 
-        HBM for the whole prompt is allocated when a request first enters a pass.
+        HBM for the whole prompt is allocated when a request first enters a pass.  ``load_token_s``
+        is how long the load of a token takes, 0 for loads without a bound.
         """
-        self._quota.reset()
+        # The quota has the times of the cost table, which computation is faster than by a factor.
+        self._quota.reset(load_token_s * self._speedup)
         chunks: list[Chunk] = []
         left = self._cap_tokens
         for request in waiting:
             if left == 0 or not self._place(request):
                 break
             cached = request.done_tokens
-            bsz = self._quota.admit(cached, request.prefix.tokens - cached, left)
+            bsz = admit_chunk(
+                self._quota,
+                request.prefill_transfer,
+                cached,
+                request.prefix.tokens - cached,
+                left,
+                block_tokens=self._geometry.block_tokens,
+                resident=self._resident,
+            )
             if bsz == 0:
                 break
             chunks.append(Chunk(request, cached, bsz))
@@ -266,7 +285,8 @@ class PrefillEngine:
         return None
 
     def _form(self) -> Batch | None:
-        if (batch := self._former.form(self._waiting)) is None:
+        batch = self._former.form(self._waiting, self._plane.manager.load_token_s)
+        if batch is None:
             return None
         for request, cached, bsz in batch.chunks:
             request.passes += 1

@@ -544,9 +544,9 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``unfinished_requests`` seq_e, ``unfinished_tokens`` tok_e, ``read_queue_tokens`` the engine's
     part of its node's read_q, free HBM and free DRAM buffer in tokens; ``cached_buffer_tokens`` of
-    the free buffer hold cached KV.  ``quarantined_buffer_tokens`` are not free, as a process of
-    unknown state may write to them.  ``unallocated_hbm_tokens``: what the counted requests will
-    take of a DE's free HBM that is not allocated to them yet.
+    the free buffer hold cached KV.  ``quarantined_buffer_tokens`` and ``quarantined_hbm_tokens``
+    are not free, as a process of unknown state may write to them.  ``unallocated_hbm_tokens``: what
+    the counted requests will take of a DE's free HBM that is not allocated to them yet.
     """
 
     unfinished_requests: int
@@ -557,6 +557,7 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cached_buffer_tokens: int = 0
     quarantined_buffer_tokens: int = 0
     unallocated_hbm_tokens: int = 0
+    quarantined_hbm_tokens: int = 0
 
 
 class Report(Message, frozen=True, tag=True):

@@ -8,8 +8,9 @@ nothing starves, and the quota is exceeded by at most that chunk.
 
 *What a pass loads* (beyond the paper) is bounded as well where DEs receive KV in HBM.  Slots of a
 DE's buffer admit one request after the other; without them, agents of equal pauses all enter the
-same pass, and all of them wait for its loads.  So a request enters only if all loads of the batch
-take at most ``LOAD_S``, or as long as its computation; the first enters in any case.
+same pass, and all of them wait for its loads.  So a request that its DE receives in HBM enters only
+if all loads of the batch take at most ``LOAD_S``, or as long as the computation of the requests
+before it; the first enters in any case.  Live engines observe how long the load of a token takes.
 
 ``next_chunk`` and what it calls take and return plain numbers, so that the simulator's compiled
 core calls them as they stand; the classes around them are for everybody else.
@@ -138,7 +139,7 @@ def admit(
 class LoadBound(NamedTuple):
     """How long a batch's loads take, and its computation besides attention, in seconds.
 
-    ``load_token_s`` per cached token, 0 for loads without a bound; ``batch_s`` per batch and
+    ``load_token_s`` per loaded token, 0 for loads without a bound; ``batch_s`` per batch and
     ``token_s`` per computed token.
     """
 
@@ -174,10 +175,16 @@ class ComputeQuota:
         self._loads = loads
         self.reset()
 
-    def reset(self) -> None:
-        """Begin an empty batch."""
+    def reset(self, load_token_s: float | None = None) -> None:
+        """Begin an empty batch.
+
+        ``load_token_s``, if given, is that of this batch and those after it: how long the load of a
+        token takes as observed by now, 0 for loads without a bound.
+        """
+        if load_token_s is not None:
+            self._loads = self._loads._replace(load_token_s=load_token_s)
         self._spent_flops = 0.0
-        self._cached_tokens = self._computed_tokens = 0
+        self._loaded_tokens = self._computed_tokens = 0
         self._empty = True
         self._closed = False
 
@@ -196,18 +203,28 @@ class ComputeQuota:
         """Whether a request was cut or refused, so that no other may follow."""
         return self._closed
 
-    def admit(self, cached: int, remaining: int, limit: int | None = None) -> int:
+    def admit(
+        self,
+        cached: int,
+        remaining: int,
+        limit: int | None = None,
+        *,
+        loaded: int | None = None,
+        bounded: bool = True,
+    ) -> int:
         """Add the next request and return its bsz, 0 if it has to wait for the next batch.
 
-        ``remaining`` tokens are still to be computed behind ``cached`` ones; ``limit`` caps the
-        answer for other reasons.  After the first request that did not enter whole, or not at all
-        because of its load, all get 0.
+        ``remaining`` tokens are still to be computed behind ``cached`` ones, of which the batch
+        loads ``loaded`` (None: all); ``limit`` caps the answer for other reasons.  ``bounded``:
+        the request enters only if the loads are short enough.  After the first request that did
+        not enter whole, or not at all because of its load, all get 0.
         """
-        if not self._empty and self._loads_too_long(cached):
+        loaded = cached if loaded is None else loaded
+        if bounded and not self._empty and self._loads_too_long(loaded):
             self._closed = True
         if self._closed:
             return 0
-        self._cached_tokens += cached
+        self._loaded_tokens += loaded
         bsz, self._spent_flops = next_chunk(
             *self._geometry.coefficients,
             self._affordable_flops,
@@ -223,10 +240,10 @@ class ComputeQuota:
         self._empty = self._empty and bsz == 0
         return bsz
 
-    def _loads_too_long(self, cached: int) -> bool:
-        """Whether the batch would load longer than it computes with so many more cached tokens."""
+    def _loads_too_long(self, loaded: int) -> bool:
+        """Whether the batch would load longer than it computes with so many more loaded tokens."""
         loads = self._loads
-        load_s = (self._cached_tokens + cached) * loads.load_token_s
+        load_s = (self._loaded_tokens + loaded) * loads.load_token_s
         compute_s = loads.batch_s + self.predicted_s + self._computed_tokens * loads.token_s
         return load_s > max(LOAD_S, compute_s)
 

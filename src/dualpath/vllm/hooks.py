@@ -105,11 +105,8 @@ def _handmade_passes() -> bool:
 
 def _handmade_step() -> bool:
     self_profile = import_module("dualpath.vllm.profiling")
-    limits = self_profile.PassLimits(
-        block_tokens=16, blocks=8, budget_tokens=64, context_tokens=128
-    )
-    step = self_profile.step_of(limits, 16)
-    return int(step.total_num_scheduled_tokens) == limits.bsz
+    step = self_profile.step_of(cached=16, bsz=48, block_tokens=16)
+    return int(step.total_num_scheduled_tokens) == 48
 
 
 def _block_keys() -> bool:

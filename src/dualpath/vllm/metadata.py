@@ -46,12 +46,14 @@ class BlockExchange:
 class HeldBlocksMetadata(KVConnectorWorkerMetadata):
     """Ids of newly held and released blocks; an id may be in both lists, or several times.
 
-    ``exchanges`` are of loads that this step reports as over, or a later one.
+    ``exchanges`` are of loads that this step reports as over, or a later one.  ``load_token_s`` is
+    how long passes lately took to load a token of KV, None if that has not changed.
     """
 
     held: list[int]
     released: list[int]
     exchanges: list[BlockExchange] = field(default_factory=list)
+    load_token_s: float | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HeldBlocksMetadata":
         """Add the blocks that another worker reports."""
@@ -60,6 +62,7 @@ class HeldBlocksMetadata(KVConnectorWorkerMetadata):
             self.held + other.held,
             self.released + other.released,
             self.exchanges + other.exchanges,
+            other.load_token_s if self.load_token_s is None else self.load_token_s,
         )
 
 

@@ -64,6 +64,11 @@ class CachedCosts(msgspec.Struct, frozen=True):
     measured_s: float = 0.0
     starts: int = 1
 
+    @property
+    def suffices(self) -> bool:
+        """Whether later starts use the costs without timing passes."""
+        return self.starts >= STARTS and self.costs.besides_attention is not None
+
 
 class CostsCache:
     """One file per ``of``: the names and values that the costs depend on.
@@ -98,6 +103,10 @@ class CostsCache:
         before = self.load(now_s)
         best = CachedCosts(self._of, costs, now_s)
         if before is not None:
+            if before.costs.besides_attention is None:  # of an earlier version
+                rest = costs.besides_attention
+                former = msgspec.structs.replace(before.costs, besides_attention=rest)
+                before = msgspec.structs.replace(before, costs=former)
             faster = before.costs.prefill_tokens_per_s > costs.prefill_tokens_per_s
             best = msgspec.structs.replace(before if faster else best, starts=before.starts + 1)
         self._write(best)
@@ -116,7 +125,8 @@ class CostsCache:
 #
 # Each pass is one request in a handmade ``SchedulerOutput``, as in vLLM's own warm-up: tokens to
 # compute after tokens that are marked as cached; their KV need not be valid for timing.  The
-# connector's hooks before and after each layer's attention measure the share of attention.
+# connector's hooks before and after each layer's attention measure the share of attention.  One
+# pass is of one block, so that a pass's time is known apart from that of its tokens.
 
 #: Tokens computed in a pass, if the limits allow as many.
 PASS_TOKENS = 512
@@ -126,8 +136,10 @@ _REPEATS, _MOST_REPEATS = 2, 4
 #: If the last run is faster than the one before by this factor, kernels were compiled in that one:
 #: on GPUs Triton compiles a kernel at its first use with a new shape.
 _COMPILED_FACTOR = 1.5
-#: Value that the first rank broadcasts in place of a number of cached tokens to end profiling.
+#: Values that the first rank broadcasts in place of a number of cached tokens: to end profiling,
+#: and for a pass of one block after no cached tokens.
 NO_MORE_PASSES = -1
+SHORT_PASS = -2
 #: How long a rank of a data-parallel group waits for the others, before the first pass and after
 #: each of them.  They come to it within seconds of each other, as vLLM's warm-up is in lock step.
 GROUP_WAIT_S = 60.0
@@ -246,6 +258,10 @@ class PassLimits:
                 return
             cached = min(2 * cached, self._most_cached)
 
+    def size(self, cached: int) -> tuple[int, int]:
+        """Return the cached and the computed tokens of a pass; ``cached`` may be ``SHORT_PASS``."""
+        return (0, self.block_tokens) if cached == SHORT_PASS else (cached, self.bsz)
+
 
 class SharedKeys(Protocol):
     """The part of torch's ``Store`` that the ranks of a group use."""
@@ -323,7 +339,8 @@ class LockStep:
     def next_pass(self, cached: int = NO_MORE_PASSES) -> int:
         """Return the cached tokens of the next pass on all ranks; the first rank gives them.
 
-        ``NO_MORE_PASSES`` ends the passes.  Raises ``ConfigError`` if the first rank is missing.
+        They may be ``SHORT_PASS``; ``NO_MORE_PASSES`` ends the passes.  Raises ``ConfigError`` if
+        the first rank is missing.
         """
         self._passes += 1
         key = self._key("pass", self._passes)
@@ -435,7 +452,8 @@ class PassTimer:
 def time_passes(timer: PassTimer) -> list[TimedPass]:
     """Return passes of one size after increasing numbers of cached tokens, the best of two runs.
 
-    A pass in which kernels were compiled is repeated, and its time is not part of the budget.
+    The last is of one block, if that size is larger.  A pass in which kernels were compiled is
+    repeated, and its time is not part of the budget.
 
     The number of passes depends on their time, so the timer announces each to all other ranks.
 
@@ -449,17 +467,23 @@ def time_passes(timer: PassTimer) -> list[TimedPass]:
         timer.time(0)  # The first pass is slower than any other.
         measured_s = 0.0
         for cached in timer.limits.cached():
-            runs: list[TimedPass] = []
-            while len(runs) < _REPEATS or (len(runs) < _MOST_REPEATS and _compiled(runs)):
-                runs.append(timer.time(cached))
-            timed.append(min(runs, key=lambda run: run.pass_s))
+            timed.append(_best_run(timer, cached))
             # Each run of the next pass takes up to twice as long.
             measured_s += _REPEATS * timed[-1].pass_s
             if len(timed) > 1 and measured_s + 2 * _REPEATS * timed[-1].pass_s > BUDGET_S:
                 break
+        if timer.limits.bsz > timer.limits.block_tokens:
+            timed.append(_best_run(timer, SHORT_PASS))
     except _PassFailedError as error:
         log.warning("%s; no more passes are timed", error)
     return timed
+
+
+def _best_run(timer: PassTimer, cached: int) -> TimedPass:
+    runs: list[TimedPass] = []
+    while len(runs) < _REPEATS or (len(runs) < _MOST_REPEATS and _compiled(runs)):
+        runs.append(timer.time(cached))
+    return min(runs, key=lambda run: run.pass_s)
 
 
 def _compiled(runs: Sequence[TimedPass]) -> bool:
@@ -483,7 +507,9 @@ def _time(
     runner: PassRunner, stopwatch: AttentionStopwatch, limits: PassLimits, cached: int
 ) -> TimedPass:
     """Compute one pass, then remove its request from vLLM."""
-    step, end = step_of(limits, cached), SchedulerOutput.make_empty()
+    cached, bsz = limits.size(cached)
+    step = step_of(cached, bsz, limits.block_tokens)
+    end = SchedulerOutput.make_empty()
     end.finished_req_ids = {_REQUEST}
     end.kv_connector_metadata = StepMetadata()
     before_s, began_s = stopwatch.seconds, time.perf_counter()
@@ -500,20 +526,20 @@ def _time(
     except Exception as error:
         # A worker in an unknown state, or without its device, must not serve.
         raise ConfigError(
-            f"vLLM cannot continue after a timed pass of {limits.bsz} tokens after {cached} "
+            f"vLLM cannot continue after a timed pass of {bsz} tokens after {cached} "
             f"cached ones ({failure or error}); set {{profile}} to off or to a file of "
             "`dualpath profile`"
         ) from error
     if failure is not None:
         raise _PassFailedError(
-            f"vLLM cannot compute {limits.bsz} tokens after {cached} cached ones ({failure})"
+            f"vLLM cannot compute {bsz} tokens after {cached} cached ones ({failure})"
         ) from failure
-    return TimedPass(cached, limits.bsz, pass_s, stopwatch.seconds - before_s)
+    return TimedPass(cached, bsz, pass_s, stopwatch.seconds - before_s)
 
 
-def step_of(limits: PassLimits, cached: int) -> SchedulerOutput:
-    """Return a step of one request: ``limits.bsz`` tokens after ``cached`` cached tokens."""
-    tokens = cached + limits.bsz
+def step_of(cached: int, bsz: int, block_tokens: int) -> SchedulerOutput:
+    """Return a step of one request: ``bsz`` tokens after ``cached`` cached tokens."""
+    tokens = cached + bsz
     prompt = [1 + token % 97 for token in range(tokens)]
     step = SchedulerOutput.make_empty()
     step.scheduled_new_reqs = [
@@ -524,14 +550,14 @@ def step_of(limits: PassLimits, cached: int) -> SchedulerOutput:
             sampling_params=SamplingParams(max_tokens=1, temperature=0.0),
             pooling_params=None,
             # Block 0 is vLLM's null block.
-            block_ids=(list(range(1, 1 + tokens // limits.block_tokens)),),
+            block_ids=(list(range(1, 1 + tokens // block_tokens)),),
             num_computed_tokens=cached,
             lora_request=None,
             prefill_token_ids=prompt,
         )
     ]
-    step.num_scheduled_tokens = {_REQUEST: limits.bsz}
-    step.total_num_scheduled_tokens = limits.bsz
+    step.num_scheduled_tokens = {_REQUEST: bsz}
+    step.total_num_scheduled_tokens = bsz
     step.num_common_prefix_blocks = [0]
     step.kv_connector_metadata = StepMetadata()
     return step
@@ -634,7 +660,7 @@ def find_costs(
         return FoundCosts(costs, RateOrigin.FILE)
     cache = CostsCache(cache_directory(), _of(settings, config, namespace))
     found = cache.load(now_s)
-    enough = found is not None and found.starts >= STARTS
+    enough = found is not None and found.suffices
     passes = time_passes(not enough)
     if passes is None or enough:
         return None if found is None else _from_cache(found, now_s, cache)

@@ -4,6 +4,9 @@ vLLM calls ``_reserve_prefill_lookahead`` once per request, in FIFO order, with 
 (cached, bsz) and accepts a smaller bsz, so this one hook implements intra-engine scheduling.  The
 hook is private; ``tests/unit/test_vllm_hooks.py`` pins its signature.
 
+Where the DE receives a request's KV in HBM the quota bounds the loads of a step as well: by the
+time per token that the worker observes in its passes, and the measured costs of passes.
+
 Chunk ends are aligned to blocks so that loads (blocks before the chunk) and new KV (blocks of the
 chunk) never share a block: vLLM writes a layer's new KV before it waits for that layer's load.
 """
@@ -14,8 +17,14 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from dualpath.policy.batching import Chunk, ComputeQuota, LayerTimeEstimate
-from dualpath.vllm.connector import settings_of
+from dualpath.policy.batching import (
+    NO_LOAD_BOUND,
+    Chunk,
+    ComputeQuota,
+    LayerTimeEstimate,
+    LoadBound,
+)
+from dualpath.vllm.connector import DualPathConnector, settings_of
 from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.pass_costs import PassCosts
 from dualpath.vllm.profiling import attention_geometry
@@ -43,16 +52,27 @@ class QuotaScheduler(Scheduler):
     def quota(self) -> ComputeQuota:
         """The quota, created at first use because the worker reports its costs after start."""
         if self._quota is None:
-            costs = getattr(self.connector, "costs", None)
-            self._quota = quota_for(self.vllm_config, self.block_size, costs)
+            self._quota = quota_for(self.vllm_config, self.block_size, self._dualpath.costs)
         return self._quota
+
+    @property
+    def _dualpath(self) -> DualPathConnector:
+        assert isinstance(self.connector, DualPathConnector), "the plugin adds both"
+        return self.connector
+
+    @property
+    def _load_token_s(self) -> float:
+        """How long the load of a token takes; 0 if that, or the costs of passes, are not known."""
+        costs = self._dualpath.costs
+        known = costs is not None and costs.besides_attention is not None
+        return self._dualpath.scheduler_side.load_token_s if known else 0.0
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":  # noqa: ANN401
         """Reset the quota for a new batch, then schedule as vLLM does.
 
         The worker gets the predicted attention time, to compare it with the measured one.
         """
-        self.quota.reset()
+        self.quota.reset(self._load_token_s)
         scheduled = super().schedule(*args, **kwargs)
         if isinstance(step := scheduled.kv_connector_metadata, StepMetadata):
             step.predicted_attention_s = self.quota.seconds(chunks_of(scheduled))
@@ -65,7 +85,8 @@ class QuotaScheduler(Scheduler):
         remaining = request.num_tokens - num_computed_tokens
         if limit <= 0 or request.num_output_tokens > 0:
             return limit
-        bsz = self.quota.admit(num_computed_tokens, remaining, limit)
+        side, quota = self._dualpath.scheduler_side, self.quota
+        bsz = side.admit(quota, request.request_id, num_computed_tokens, remaining, limit)
         if bsz < remaining and (num_computed_tokens + bsz) % self.block_size:
             return 0  # vLLM's token budget ends within a block, so wait for the next batch.
         return bsz
@@ -99,4 +120,11 @@ def quota_for(
         "compute quota %.3g s at %.3g attention FLOP/s (%s)",
         quota_s, estimate.flops_per_s, origin,
     )  # fmt: skip
-    return ComputeQuota(attention_geometry(config), estimate, quota_s, align_tokens=block_tokens)
+    rest = None if costs is None else costs.besides_attention
+    loads = NO_LOAD_BOUND if rest is None else LoadBound(0.0, rest.batch_s, rest.token_s)
+    if rest is None:
+        log.info(
+            "the loads of a pass are not bounded where decode engines receive KV in HBM: the time "
+            "of a pass besides attention is not measured; set profile to auto"
+        )
+    return ComputeQuota(attention_geometry(config), estimate, quota_s, block_tokens, loads)

@@ -31,12 +31,14 @@ from dualpath.engine.control.transfer_checks import (
     is_own_append,
     with_own_hits,
 )
+from dualpath.engine.passes.forward_pass import admit_chunk
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.hbm_layout import NO_BLOCK, HbmBlock
 from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.settings import EngineSettings
 from dualpath.plan.counts import new_full_blocks
 from dualpath.plan.steps import chunk_of
+from dualpath.policy.batching import ComputeQuota
 from dualpath.vllm.cache_layers import CacheGroups
 from dualpath.vllm.metadata import (
     BlockExchange,
@@ -96,6 +98,7 @@ class SchedulerSide:
         #: Limit at a prefill engine with drafts, see ``draft_context``.
         self._max_drafted_prompt_tokens = max_drafted_prompt_tokens
         self._groups = groups
+        self._layers = geometry.layers
         self._role = settings.role
         self._checks = TransferChecks(settings, geometry)
         self._block_tokens = geometry.block_tokens
@@ -113,11 +116,14 @@ class SchedulerSide:
         self._tables: dict[str, list[KVCacheBlock]] = {}
         #: Blocks that are in the receiving area from the next step on.
         self._received: list[int] = []
+        #: How long passes lately took to load a token of KV, 0 before the first load.
+        self.load_token_s = 0.0
         self._is_member = True
 
     def set_geometry(self, geometry: BlockGeometry) -> None:
         """Set the block geometry that the worker reported; called before the first request."""
         self._checks = TransferChecks(self._settings, geometry)
+        self._layers = geometry.layers
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Set vLLM's block pool; the worker assumes that all blocks are free at start."""
@@ -133,6 +139,8 @@ class SchedulerSide:
         self._held_blocks += len(changes.held) - len(changes.released)
         for exchange in changes.exchanges:
             self._exchange(exchange, self._pool)
+        if changes.load_token_s is not None:
+            self.load_token_s = changes.load_token_s
 
     def _exchange(self, exchange: BlockExchange, pool: "BlockPool") -> None:
         """Put blocks with a prompt's KV into the table of its request, and others into the area.
@@ -212,6 +220,23 @@ class SchedulerSide:
         if any(window is not None for window in self._groups.windows):
             return min(transfer.prompt_tokens, request.num_tokens - 1)
         return transfer.prompt_tokens
+
+    def admit(
+        self, quota: ComputeQuota, request_id: str, cached: int, remaining: int, limit: int
+    ) -> int:
+        """Return how many of a request's ``remaining`` tokens enter a PE's next pass."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not isinstance(tracked.transfer, PrefillTransfer):
+            return quota.admit(cached, remaining, limit, loaded=0, bounded=False)
+        return admit_chunk(
+            quota,
+            tracked.transfer,
+            cached,
+            remaining,
+            limit,
+            block_tokens=self._block_tokens,
+            resident=self._settings.layers_in_hbm(self._layers) == self._layers,
+        )
 
     def blocks_allocated(
         self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int

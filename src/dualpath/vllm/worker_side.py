@@ -131,6 +131,8 @@ class WorkerSide:
         self._pass: ForwardPass | FollowedPass | None = None
         self._generated: list[GeneratedBlock] = []
         self._held = HeldBlocks()
+        #: How long the load of a token takes, as last reported to the scheduler.
+        self._reported_load_token_s = 0.0
         area = receiving_blocks(settings, num_blocks)
         #: Where prompts arrive in HBM, None if they do not.
         self._area = ReceivingArea(area, geometry.block_tokens, self._held) if area else None
@@ -510,8 +512,16 @@ class WorkerSide:
         return connector_events(taken, self.geometry.block_tokens)
 
     def take_held_blocks(self) -> HeldBlocksMetadata | None:
-        """Return the HBM blocks held and released since the last call; None without changes."""
-        return self._held.take()
+        """Return the HBM blocks held and released since the last call; None without changes.
+
+        Also how long the load of a token takes, if that has changed.
+        """
+        taken = self._held.take()
+        load_token_s = self._membership.manager.load_token_s if self._membership else 0.0
+        if load_token_s != self._reported_load_token_s:
+            taken = taken or HeldBlocksMetadata([], [])
+            taken.load_token_s = self._reported_load_token_s = load_token_s
+        return taken
 
 
 def _nothing_queued() -> None:

@@ -804,10 +804,7 @@ class SimEngine:
         report = manager.report()
         # Where a death cannot be proven, slots and HBM stay in quarantine, and these alone.
         unproven = report.load.quarantined_buffer_tokens if self.shared.unproven else 0
-        unproven_hbm = 0
-        if self.shared.unproven:
-            block_tokens = manager.geometry.block_tokens
-            unproven_hbm = manager.reserved_hbm.quarantined_blocks() * block_tokens
+        unproven_hbm = report.load.quarantined_hbm_tokens if self.shared.unproven else 0
         transports = (self.transport, *(follower.transport for follower in self.followers))
         counts = {
             "requests": (report.load.unfinished_requests, 0),

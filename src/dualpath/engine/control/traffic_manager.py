@@ -219,6 +219,12 @@ class TrafficManager:
         return self._rank.hbm_refusal
 
     @property
+    def load_token_s(self) -> float:
+        """How long passes have lately taken to load a token of KV; 0 before the first load."""
+        token_bytes = self.geometry.full_block_bytes / self.geometry.block_tokens
+        return self._rank.movers.load_times.seconds(token_bytes)
+
+    @property
     def node_dram(self) -> NodeDramShare | None:
         """The DRAM cache that it shares with other engines of its node, None without one."""
         if (shared := self._node_dram) is None:
@@ -245,6 +251,9 @@ class TrafficManager:
                 ),
                 unallocated_hbm_tokens=(
                     self.active.unallocated_tokens() if self.settings.role is Role.DECODE else 0
+                ),
+                quarantined_hbm_tokens=(
+                    self.reserved_hbm.quarantined_blocks() * self.geometry.block_tokens
                 ),
             ),
             counters=self.counters.snapshot() | self._tier.totals() | self.attention.totals(),

@@ -11,18 +11,46 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.control import EngineMessage
 from dualpath.core.errors import TransportError
+from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.counters import Counter
 from dualpath.engine.passes.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.passes.prefill_passes import RELEASED
 from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.settings import EngineSettings
+from dualpath.plan.counts import is_first_chunk
+from dualpath.policy.batching import ComputeQuota
 
 
 def layer_settings(settings: EngineSettings, geometry: BlockGeometry) -> LayerSettings:
     """Return the settings of the layer streams of an engine's passes."""
     return LayerSettings(
         buffers=settings.layers_in_hbm(geometry.layers), overlap=settings.mode.layerwise
+    )
+
+
+def admit_chunk(
+    quota: ComputeQuota,
+    transfer: PrefillTransfer,
+    cached: int,
+    remaining: int,
+    limit: int | None,
+    *,
+    block_tokens: int,
+    resident: bool,
+) -> int:
+    """Return how many of a request's ``remaining`` tokens enter a pass (``ComputeQuota.admit``).
+
+    The bound on loads counts for requests that their DE receives in HBM.  With all layers
+    ``resident`` in HBM only a prompt's first chunk loads KV.
+    """
+    is_first = is_first_chunk(cached // block_tokens, transfer.hit_blocks)
+    return quota.admit(
+        cached,
+        remaining,
+        limit,
+        loaded=cached if is_first or not resident else 0,
+        bounded=bool(transfer.de_hbm_blocks),
     )
 
 

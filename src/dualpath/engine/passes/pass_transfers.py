@@ -265,6 +265,7 @@ class PassTransfers:
         self._transfers = movers.transfers
         self._pump = movers.pump
         self._trace = movers.trace
+        self._load_times = movers.load_times
         self._counters = counters
         self._lock = threads.lock()
 
@@ -275,7 +276,16 @@ class PassTransfers:
             for number, chunk in enumerate(self.chunks)
             for step in load_steps(chunk.layout, layer, chunk.chunk.chunk, resident=resident)
         ]
-        self._queue(device_error, self.loads[layer], steps, lambda: None)
+        if device_error is not None or not steps:
+            self._queue(device_error, self.loads[layer], steps, lambda executed: None)
+            return
+
+        def over(executed: Sequence[Executed]) -> None:
+            whole = len(executed) == len(steps)
+            self._load_times.ended(sum(done.step.bytes for done in executed) if whole else 0)
+
+        self._load_times.began()
+        self._queue(None, self.loads[layer], steps, over)
 
     def sending(self, layer: int, then: Callable[[], None]) -> Callable[[str | None], None]:
         """Return a callback that sends a layer, for the time when the device has computed it.
@@ -289,7 +299,7 @@ class PassTransfers:
             for step in send_steps(chunk.layout, layer, chunk.chunk.chunk)
         ]
         work = self.sends[layer]
-        return lambda device_error: self._queue(device_error, work, steps, then)
+        return lambda device_error: self._queue(device_error, work, steps, lambda executed: then())
 
     def stalled(self, agent: str, what: str) -> None:
         """Abandon the chunks that need an agent; all chunks if the pump itself stalls."""
@@ -328,11 +338,11 @@ class PassTransfers:
         device_error: str | None,
         work: LayerWork,
         steps: Sequence[tuple[int, Step]],
-        then: Callable[[], None],
+        then: Callable[[Sequence[Executed]], None],
     ) -> None:
         """Queue ``steps`` for the pump, one transfer each; none if the device failed.
 
-        ``then`` is called when the last of them is over.
+        ``then`` is called when the last of them is over, with those that have succeeded.
         """
         if device_error is not None:
             for number in range(len(self.chunks)):
@@ -342,7 +352,7 @@ class PassTransfers:
 
         def over() -> None:
             self._trace.moved(executed)
-            then()
+            then([done for _, done in executed])
 
         work.begin((self._share_of(number, step) for number, step in steps), over)
         self._pump.call(lambda: self._post(work, steps, executed))

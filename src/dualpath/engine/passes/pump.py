@@ -413,6 +413,53 @@ class WaitBudget:
         return min(deadline_s + moving_s, MAX_DEADLINES * deadline_s)
 
 
+# -------------------------------------------------------------------------------------- load times
+# How long loads of KV into a PE's HBM take, observed in its passes.
+
+#: After each so many seconds of loading, all loads before count half.
+LOAD_WINDOW_S = 5.0
+
+
+class LoadTimes:
+    """Bytes loaded by passes, and the time for which loads were under way; thread-safe.
+
+    A load is that of one layer for a whole pass.  While several are under way, of layers or of
+    passes that overlap, their time counts once.
+    """
+
+    def __init__(self, threads: Threads = OS_THREADS) -> None:
+        self._threads = threads
+        self._lock = threads.lock()
+        self._under_way = 0
+        self._counted_until_ns = 0
+        self._bytes = self._busy_s = 0.0
+
+    def began(self) -> None:
+        """A load begins; ``ended`` follows."""
+        with self._lock:
+            if not self._under_way:
+                self._counted_until_ns = self._threads.now_ns()
+            self._under_way += 1
+
+    def ended(self, loaded_bytes: int) -> None:
+        """A load is over; the time before the end of one that failed (0 bytes) does not count."""
+        with self._lock:
+            self._under_way -= 1
+            since_ns, self._counted_until_ns = self._counted_until_ns, self._threads.now_ns()
+            if not loaded_bytes:
+                return
+            self._bytes += loaded_bytes
+            self._busy_s += (self._counted_until_ns - since_ns) / _NS_PER_S
+            if self._busy_s >= 2 * LOAD_WINDOW_S:
+                self._bytes /= 2
+                self._busy_s /= 2
+
+    def seconds(self, size_bytes: float) -> float:
+        """Return how long the load of so many bytes takes; 0 before the first load."""
+        with self._lock:
+            return size_bytes * self._busy_s / self._bytes if self._bytes else 0.0
+
+
 # ------------------------------------------------------------------------------------------ movers
 # The objects that move KV between memories of engines, shared by an engine's passes and copies.
 
@@ -420,7 +467,8 @@ class WaitBudget:
 class Movers(msgspec.Struct, frozen=True):
     """``transfer_deadline_s`` limits a wait for transfers that stall.
 
-    ``announced`` are the layers for which the engine has called ``wait_loaded`` in any pass.
+    ``announced`` are the layers for which the engine has called ``wait_loaded`` in any pass,
+    ``load_times`` has the time of the loads of all passes.
     """
 
     transfers: StepTransfers
@@ -432,6 +480,7 @@ class Movers(msgspec.Struct, frozen=True):
     trace: TraceRecorder
     health: Health
     announced: set[int] = msgspec.field(default_factory=set)
+    load_times: LoadTimes = msgspec.field(default_factory=LoadTimes)
 
     def wait_budget(self) -> WaitBudget:
         """Return the wait budget of a new pass."""
@@ -484,4 +533,5 @@ def open_movers(
         settings.transfer_deadline_s,
         trace,
         health,
+        load_times=LoadTimes(health.threads),
     )

@@ -78,6 +78,10 @@ _REPORTED = (
         "DRAM buffer in tokens that processes of unknown state may still write to.",
     ),
     ("free_hbm_tokens", "Free HBM in tokens."),
+    (
+        "quarantined_hbm_tokens",
+        "HBM in tokens, reserved for prompts, that processes of unknown state may still write to.",
+    ),
     ("unfinished_tokens", "Tokens of unfinished requests."),
     ("unfinished_requests", "Unfinished requests."),
 )

@@ -169,6 +169,7 @@ def _engine(engine: EngineState, waits_for: str | None) -> dict[str, Any]:
         "free_hbm_tokens": report.load.free_hbm_tokens if report else info.hbm_tokens,
         "free_buffer_tokens": report.load.free_buffer_tokens if report else info.buffer_tokens,
         "quarantined_buffer_tokens": report.load.quarantined_buffer_tokens if report else 0,
+        "quarantined_hbm_tokens": report.load.quarantined_hbm_tokens if report else 0,
         "cached_buffer_tokens": report.load.cached_buffer_tokens if report else 0,
     }
 
