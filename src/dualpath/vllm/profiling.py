@@ -104,8 +104,11 @@ class CostsCache:
         best = CachedCosts(self._of, costs, now_s)
         if before is not None:
             if before.costs.besides_attention is None:  # of an earlier version
-                rest = costs.besides_attention
-                former = msgspec.structs.replace(before.costs, besides_attention=rest)
+                former = msgspec.structs.replace(
+                    before.costs,
+                    besides_attention=costs.besides_attention,
+                    recompute_weight=costs.recompute_weight,
+                )
                 before = msgspec.structs.replace(before, costs=former)
             faster = before.costs.prefill_tokens_per_s > costs.prefill_tokens_per_s
             best = msgspec.structs.replace(before if faster else best, starts=before.starts + 1)
