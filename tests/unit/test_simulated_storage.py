@@ -251,7 +251,7 @@ def test_blocks_that_the_journal_records_last_as_written_must_be_in_the_janitors
 def test_planted_bugs_of_the_storage_are_found(name: str, fault: str) -> None:
     kinds = [kind for kind in FAULT_KINDS if kind.name == fault]
     with planted(name):
-        assert any(run_seed(seed, kinds=kinds).problems for seed in range(3, 90, 6))
+        assert any(run_seed(seed, kinds=kinds).problems for seed in range(3, 120, 6))
 
 
 def test_an_engine_that_cannot_open_its_storage_is_started_again() -> None:

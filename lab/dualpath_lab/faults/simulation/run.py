@@ -8,8 +8,8 @@
 * A scheduler that starts or places requests is the only leader, both by the clocks of all
   schedulers and by the store of leases.
 * No byte arrives in memory of another owner.
-* No token, no stored block and no block cached in a buffer is wrong.  No prefill counts for which a
-  PE has loaded wrong KV from a third DE.
+* No token, no stored block and no block cached in a buffer is wrong.
+* The invariants of ``ThirdEngines`` hold.
 * The invariants of ``janitor_checks`` and ``storage_problems`` hold.
 * Tenants share no block, not even for equal prompts, and only a tenant that has stored much is
   limited by its quota.
