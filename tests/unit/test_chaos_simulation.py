@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.fault_stories import finds
 
 from dualpath.core.errors import ConfigError
 from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, LOSE_ROLE, Adversary
@@ -142,30 +143,25 @@ def test_a_run_leaves_nothing_in_memory() -> None:
     ],
 )
 def test_planted_bugs_are_found_by_the_faults_they_are_for(name: str, fault: str) -> None:
-    kinds = [kind for kind in FAULT_KINDS if kind.name == fault]
-    with planted(name):
-        assert any(run_seed(seed, kinds=kinds).problems for seed in range(30))
+    assert finds(name, range(30), fault)
 
 
 @pytest.mark.parametrize(
     ("name", "first", "faults"),
     [
-        ("in-doubt-unreported", 0, {"kill the router", "stop the router", "stalling transfers"}),
+        ("in-doubt-unreported", 12, {"kill the router", "stop the router", "stalling transfers"}),
         (
             "slots-unchecked",
-            200,
+            205,
             {"kill the router", "stop an engine", "stall a control connection"},
         ),
-        ("cached-once-read", 0, {"slow storage", "rotting storage", "kill an engine"}),
+        ("cached-once-read", 256, {"slow storage", "rotting storage", "kill an engine"}),
     ],
 )
 def test_planted_bugs_that_need_several_kinds_of_faults_are_found(
     name: str, first: int, faults: set[str]
 ) -> None:
-    kinds = [kind for kind in FAULT_KINDS if kind.name in faults]
-    with planted(name):
-        seeds = range(first, first + 480)
-        assert any(run_seed(seed, kinds=kinds).problems for seed in seeds)
+    assert finds(name, range(680), *faults, first=first)
 
 
 def test_half_of_the_runs_with_several_faults_have_them_in_two_components() -> None:

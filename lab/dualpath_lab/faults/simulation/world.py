@@ -139,11 +139,12 @@ class World:
         return True
 
     def _run_to(self, end_s: float) -> None:
-        queue = self._queue
-        while queue and queue[0][0] <= end_s and self.events <= _MOST_EVENTS:
+        queue, most = self._queue, _MOST_EVENTS - self.events
+        while queue and queue[0][0] <= end_s and most >= 0:
             self.now_s, _, timer = heappop(queue)
             if (call := timer.call) is not None:
                 self.events += 1
+                most -= 1
                 call()
         self.now_s = end_s
 
