@@ -37,11 +37,6 @@ class Stories:
         self.logs: list[Sequence[str]] = []
         self.until(lambda: len(self.logs) >= least)
 
-    @property
-    def lines(self) -> list[str]:
-        """The lines of all logs."""
-        return [line for log in self.logs for line in log]
-
     def until(self, enough: Callable[[], bool]) -> bool:
         """Run further seeds until ``enough`` returns True; return whether it does."""
         while not enough():
@@ -52,13 +47,29 @@ class Stories:
             self.logs.append(outcome.story)
         return True
 
+    def exceeds(self, few: int, number: Callable[[Sequence[str]], int]) -> bool:
+        """Whether the sum of a number of each log is above ``few``; run seeds until it is."""
+        logs, total = 0, 0
+
+        def enough() -> bool:
+            nonlocal logs, total
+            total += sum(map(number, self.logs[logs:]))
+            logs = len(self.logs)
+            return total > few
+
+        return self.until(enough)
+
     def more_than(self, few: int, pattern: str) -> bool:
-        """Whether more lines than ``few`` match; run further seeds until they do."""
-        return self.until(lambda: self.count(pattern) > few)
+        """Whether more lines than ``few`` match; run seeds until they do."""
+        return self.exceeds(few, lambda log: _matching(pattern, log))
 
     def count(self, pattern: str) -> int:
         """Return the number of matching lines of the runs so far."""
-        return sum(re.search(pattern, line) is not None for line in self.lines)
+        return sum(_matching(pattern, log) for log in self.logs)
+
+
+def _matching(pattern: str, log: Sequence[str]) -> int:
+    return sum(re.search(pattern, line) is not None for line in log)
 
 
 def finds(bug: str, seeds: Iterable[int], *faults: str, first: int | None = None) -> bool:

@@ -5,7 +5,7 @@ links, loop devices, a Ray cluster, shared memory that must all be freed. They r
 the other, as with one worker. Tests that need only their own process run beside them; those that
 compile parts of the simulator share a worker, where each part is compiled once.
 
-The largest group is run first, and groups of a single test last.  Tests of simulated clusters, which
+The largest group is run first, groups of a single test last.  Tests of simulated clusters, which
 take seconds each, are such groups: they fill both workers until the end of the run.
 """
 

@@ -13,7 +13,7 @@ from dualpath_lab.faults.simulation.settings import drawn_settings
 from dualpath_lab.faults.simulation.world import World
 
 
-def seeds_of(*elections: LeaderElection, below: int = 160) -> list[int]:
+def seeds_of(*elections: LeaderElection, below: int = 480) -> list[int]:
     """Return seeds of clusters with these kinds of leader election."""
     seeds = range(1, below, 4)
     return [seed for seed in seeds if drawn_settings(World(seed), 0, 1.0).standby in elections]
@@ -32,27 +32,33 @@ _PAUSE = re.compile(
 def more_than(few: int, runs: Stories, *patterns: str) -> bool:
     """Whether more logs than ``few`` have lines with these patterns in this order."""
     pattern = re.compile("[^§]*".join(patterns))
-    return runs.until(lambda: sum(bool(pattern.search("\n".join(log))) for log in runs.logs) > few)
+    return runs.exceeds(few, lambda log: pattern.search("\n".join(log)) is not None)
 
 
-def pauses_of(logs: Sequence[Sequence[str]]) -> list[float]:
-    """Return the seconds without a serving router between the end of one and the next.
+def pauses_s(runs: Stories, more_than: int) -> list[float]:
+    """Return the times without a serving router between the end of one and the next.
 
-    Only where the next one stood by at the end.
+    Only where the next one stood by at the end.  Seeds are run until there are ``more_than``.
     """
-    found = []
-    for story in map("\n".join, logs):
-        if (end := _PAUSE.search(story)) is not None:
-            starts = re.search(rf"([\d.]+)  {end[4]} +starts", story)
-            if starts is not None and float(starts[1]) < float(end[2]):
-                found.append(float(end[3]) - float(end[2]))
+    found: list[float] = []
+
+    def pauses(log: Sequence[str]) -> int:
+        story = "\n".join(log)
+        if (end := _PAUSE.search(story)) is None:
+            return 0
+        starts = re.search(rf"([\d.]+)  {end[4]} +starts", story)
+        if starts is None or float(starts[1]) >= float(end[2]):
+            return 0
+        found.append(float(end[3]) - float(end[2]))
+        return 1
+
+    assert runs.exceeds(more_than, pauses)
     return found
 
 
 def test_with_a_lock_the_standby_serves_at_once() -> None:
-    runs = Stories(seeds_of(LeaderElection.LOCK, below=320), "kill the router")
-    assert runs.until(lambda: len(pauses_of(runs.logs)) > 3)
-    assert max(pauses_of(runs.logs)) < 0.1
+    runs = Stories(seeds_of(LeaderElection.LOCK), "kill the router")
+    assert max(pauses_s(runs, more_than=3)) < 0.1
 
 
 def test_a_stopped_holder_is_replaced_and_ends_when_it_is_resumed() -> None:
@@ -63,8 +69,7 @@ def test_a_stopped_holder_is_replaced_and_ends_when_it_is_resumed() -> None:
 
 
 def test_a_holder_that_cannot_reach_the_store_is_replaced_while_it_is_alive() -> None:
-    seeds = seeds_of(LeaderElection.ETCD, LeaderElection.KUBERNETES, below=320)
-    runs = Stories(seeds, "cut the router from the store of leases")
+    runs = Stories(LEASED, "cut the router from the store of leases")
     ends = "scheduler ends: the lease simulated could not be renewed", r"router#2 +serves"
     assert more_than(3, runs, r"router#1 +does not reach", *ends)
 
@@ -76,8 +81,7 @@ def test_a_killed_holder_is_replaced_once_its_lease_has_expired() -> None:
 
 def test_a_terminated_holder_releases_its_lease() -> None:
     runs = Stories(LEASED, "terminate the router")
-    assert runs.until(lambda: len(pauses_of(runs.logs)) > 10)
-    assert max(pauses_of(runs.logs)) < 0.5  # of a lease of 1 s
+    assert max(pauses_s(runs, more_than=10)) < 0.5  # of a lease of 1 s
 
 
 def test_faults_of_the_store_are_survived() -> None:
