@@ -134,11 +134,11 @@ def test_a_run_leaves_nothing_in_memory() -> None:
     [
         ("session-end-keeps", "stall a control connection", None),
         ("no-quarantine", "hanging transfers", None),
-        ("peers-named-once", "kill an engine", None),
+        ("peers-named-once", "kill an engine", 0),
         ("checksum-ignored", "rotting storage", None),
         ("call-silence-ignored", "lose a call to an engine", None),
         ("call-silence-ignored", "silence an HTTP server", 14),
-        ("core-silence-ignored", "hang a core", None),
+        ("core-silence-ignored", "hang a core", 4),
         ("abandoned-read-continues", "slow storage", 68),
     ],
 )

@@ -44,8 +44,9 @@ T = TypeVar("T")
 
 #: An engine's clock does not start at zero.
 _START_S = 100.0
-#: Far more than any run needs: reached only by processes that wake each other for ever.
-_MOST_EVENTS = 3_000_000
+#: Some thirty times as many as the longest of 200 runs: reached only by processes that wake each
+#: other for ever.
+_MOST_EVENTS = 1_000_000
 #: How long a killed process takes to exit: its memory is freed, its transfers end.
 _DYING_S = (0.0, 1e-4, 2e-3, 0.05)
 #: How often the end condition of a run is polled.
