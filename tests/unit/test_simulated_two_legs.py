@@ -61,7 +61,7 @@ def test_equal_seeds_with_proxies_give_equal_runs() -> None:
         ("late-leg-freed", "stalling transfers", None),
         ("leg-of-another", "let a client leave", 279),
         ("offer-unending", "let a client leave", None),
-        ("leg-unwatched", "hang a core", None),
+        ("leg-unwatched", "hang a core", 4),
         ("own-call-unwatched", "hang a core", 107),
         ("first-leg-unended", "let a client leave", None),
     ],
