@@ -4,6 +4,9 @@ Tests that start engines, routers and labs need more than a core, and resources 
 links, loop devices, a Ray cluster, shared memory that must all be freed. They run one after
 the other, as with one worker. Tests that need only their own process run beside them; those that
 compile parts of the simulator share a worker, where each part is compiled once.
+
+The largest group is run first, groups of a single test last.  Tests of simulated clusters, which
+take seconds each, are such groups: they fill both workers until the end of the run.
 """
 
 from xdist.scheduler import LoadScopeScheduling
@@ -41,11 +44,25 @@ COMPILED = (
     "tests/unit/test_sim_stories.py",
 )
 
+#: Files of tests that take seconds each and share nothing, such as a fixture of their module.
+APART = (
+    "tests/unit/test_chaos_simulation.py",
+    "tests/unit/test_simulated_dram.py",
+    "tests/unit/test_simulated_front_ends.py",
+    "tests/unit/test_simulated_leadership.py",
+    "tests/unit/test_simulated_storage.py",
+    "tests/unit/test_simulated_tenants.py",
+    "tests/unit/test_simulated_two_legs.py",
+    "tests/unit/test_simulated_weights.py",
+)
+
 
 def group(test: str) -> str:
     """Return the group of a test: one worker runs all tests of a group, one after the other."""
     if test.startswith(OF_THE_MACHINE) and not test.startswith(OF_THEIR_PROCESS):
         return "the machine"
+    if test.startswith(APART):
+        return test
     return "compiled" if test.startswith(COMPILED) else test.split("::", 1)[0]
 
 

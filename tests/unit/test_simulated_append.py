@@ -3,10 +3,10 @@
 from collections import Counter
 
 import pytest
+from tests.fault_stories import finds
 
 from dualpath.router.scheduler.attempt import EngineAttempt
 from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
-from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
 
 
@@ -37,6 +37,4 @@ def test_appends_are_computed_and_hits_that_they_need_are_lost(
     ],
 )
 def test_planted_bugs_of_appends_are_found(name: str, fault: str, seeds: range) -> None:
-    kinds = [kind for kind in FAULT_KINDS if kind.name == fault]
-    with planted(name):
-        assert any(run_seed(seed, kinds=kinds).problems for seed in seeds)
+    assert finds(name, seeds, fault)

@@ -4,6 +4,7 @@ from collections import Counter
 
 import msgspec
 import pytest
+from tests.fault_stories import finds
 
 from dualpath.engine.io.read_queue import ReadQueue
 from dualpath.policy.decode import TwoPhaseDecodePlacer
@@ -11,7 +12,6 @@ from dualpath.policy.placement import KvWait
 from dualpath.storage.node_dram import NodeDram
 from dualpath_lab.faults.simulation import run
 from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
-from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
 from dualpath_lab.faults.simulation.settings import ClusterSettings, drawn_settings
 from dualpath_lab.faults.simulation.world import World
@@ -84,6 +84,4 @@ def test_requests_wait_for_the_engine_that_caches_them_whatever_fails(
     ],
 )
 def test_planted_bugs_of_dram_are_found(name: str, fault: str, seeds: range) -> None:
-    kinds = [kind for kind in FAULT_KINDS if kind.name == fault]
-    with planted(name):
-        assert any(run_seed(seed, kinds=kinds).problems for seed in seeds)
+    assert finds(name, seeds, fault)

@@ -1,9 +1,8 @@
 """Simulated front ends of a scheduler, and engines that change their role."""
 
 import pytest
-from tests.fault_stories import count, of, stories
+from tests.fault_stories import Stories, finds
 
-from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
 from dualpath_lab.faults.simulation.settings import has_trainer, units_of_seed
 
@@ -20,62 +19,62 @@ MORE_ROLES = range(3, 1403, 7)
 
 
 def test_a_killed_front_end_ends_only_its_own_streams_and_a_stopped_one_none() -> None:
-    lines = stories(FRONT_ENDS, "kill a front end", "stop a front end")
-    assert count(lines, r"fe-\d#\d+ +is dead") > 10
-    assert count(lines, r"agent\S+ +ends: reset") > 2
-    assert count(lines, r"fe-\d#\d+ +is stopped") > 10
+    runs = Stories(FRONT_ENDS, "kill a front end", "stop a front end")
+    assert runs.more_than(10, r"fe-\d#\d+ +is dead")
+    assert runs.more_than(2, r"agent\S+ +ends: reset")
+    assert runs.more_than(10, r"fe-\d#\d+ +is stopped")
     # A front end with its old name is recognized at once, others time out.
-    assert count(lines, "front end fe-.* is lost: it has registered again") > 0
-    assert count(lines, "front end fe-.* is lost: silent for 2 s") > 0
+    assert runs.more_than(0, "front end fe-.* is lost: it has registered again")
+    assert runs.more_than(0, "front end fe-.* is lost: silent for 2 s")
 
 
 def test_when_the_scheduler_is_killed_decoding_streams_continue_and_others_are_placed_again() -> (
     None
 ):
-    lines = stories(FRONT_ENDS, "kill the router", "kill the router and a front end")
-    assert count(lines, r"router#\d+ +is dead") > 20
-    assert count(lines, r"trying again: the scheduler at \S+ is lost") > 5
+    runs = Stories(FRONT_ENDS, "kill the router", "kill the router and a front end")
+    assert runs.more_than(20, r"router#\d+ +is dead")
+    assert runs.more_than(5, r"trying again: the scheduler at \S+ is lost")
 
 
 def test_when_a_unit_is_killed_its_requests_are_answered_by_the_other_one() -> None:
-    lines = stories(UNITS, "kill a unit")
-    assert count(lines, r"adversary +kill a unit$") > 5
-    assert count(lines, r"router-1#\d+ +is dead") > 2
-    assert count(lines, r"[pd]e-10#\d+ +is dead") > 4
-    assert count(lines, "EngineLostError") == 0
+    runs = Stories(UNITS, "kill a unit")
+    assert runs.more_than(5, r"adversary +kill a unit$")
+    assert runs.more_than(2, r"router-1#\d+ +is dead")
+    assert runs.more_than(4, r"[pd]e-10#\d+ +is dead")
+    assert runs.count("EngineLostError") == 0
 
 
 def test_a_terminated_front_end_drains_its_requests() -> None:
     untrained = [seed for seed in FRONT_ENDS if not has_trainer(seed)]  # Updates end attempts.
-    lines = stories(untrained, "terminate a front end")
-    assert count(lines, r"fe-\d#\d+ +has drained") > 10
-    assert count(lines, "EngineLostError") == 0
+    runs = Stories(untrained, "terminate a front end")
+    assert runs.more_than(10, r"fe-\d#\d+ +has drained")
+    assert runs.count("EngineLostError") == 0
 
 
 def test_engines_change_their_role_and_no_request_fails() -> None:
-    lines = stories(ROLES)
-    assert count(lines, r"to prefill: joined after") > 3
-    assert count(lines, r"to decode: joined after") > 3
-    assert count(lines, r"is to be \w+ with [23] ranks") > 5
-    assert count(lines, "trying again") == 0
+    runs = Stories(ROLES)
+    assert runs.more_than(3, r"to prefill: joined after")
+    assert runs.more_than(3, r"to decode: joined after")
+    assert runs.more_than(5, r"is to be \w+ with [23] ranks")
+    assert runs.count("trying again") == 0
 
 
 def test_roles_change_while_engines_and_routers_are_killed() -> None:
-    lines = stories(ROLES, "kill an engine", "kill the router", "stop an engine")
-    assert count(lines, r"to (prefill|decode): joined after") > 5
+    runs = Stories(ROLES, "kill an engine", "kill the router", "stop an engine")
+    assert runs.more_than(5, r"to (prefill|decode): joined after")
 
 
 def test_a_group_that_changes_its_size_is_killed_meanwhile() -> None:
-    lines = stories(MORE_ROLES[:45], "kill an engine", "kill a rank", "stop an engine")
-    assert count(lines, r"is to be \w+ with [23] ranks") > 5
-    assert count(lines, r"[pd]e-\d-dp\d#\d+ +is dead") > 5
-    assert count(lines, r"joined after") > 5
+    runs = Stories(MORE_ROLES[:45], "kill an engine", "kill a rank", "stop an engine")
+    assert runs.more_than(5, r"is to be \w+ with [23] ranks")
+    assert runs.more_than(5, r"[pd]e-\d-dp\d#\d+ +is dead")
+    assert runs.more_than(5, r"joined after")
 
 
 def test_frames_that_are_lost_in_one_direction_of_a_connection_are_sent_again() -> None:
-    lines = stories(FRONT_ENDS[:20], "reset a control connection")
-    assert count(lines, r"(fe|pe|de)-\S+ +its frames to the router are lost") > 2
-    assert count(lines, r"(fe|pe|de)-\S+ +its frames from the router are lost") > 2
+    runs = Stories(FRONT_ENDS[:20], "reset a control connection")
+    assert runs.more_than(2, r"(fe|pe|de)-\S+ +its frames to the router are lost")
+    assert runs.more_than(2, r"(fe|pe|de)-\S+ +its frames from the router are lost")
 
 
 def test_equal_seeds_with_front_ends_or_role_changes_give_equal_runs() -> None:
@@ -84,29 +83,26 @@ def test_equal_seeds_with_front_ends_or_role_changes_give_equal_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"),
+    ("name", "fault", "first"),
     [
-        ("epoch-ignored", "restart a decode engine unnoticed"),
-        ("front-end-unwatched", "kill a front end"),
-        ("front-end-attempts-stay", "kill a front end"),
-        ("calls-keep-waiting", "kill the router"),
-        ("decoding-ends", "kill the router"),
-        ("unannounced", "kill the router"),
-        ("engines-unnumbered", "reset a control connection"),
+        ("epoch-ignored", "restart a decode engine unnoticed", None),
+        ("front-end-unwatched", "kill a front end", None),
+        ("front-end-attempts-stay", "kill a front end", None),
+        ("calls-keep-waiting", "kill the router", None),
+        ("decoding-ends", "kill the router", 1),
+        ("unannounced", "kill the router", None),
+        ("engines-unnumbered", "reset a control connection", 17),
     ],
 )
-def test_planted_bugs_of_front_ends_are_found(name: str, fault: str) -> None:
-    with planted(name):
-        assert any(run_seed(seed, kinds=of(fault)).problems for seed in MORE_FRONT_ENDS)
+def test_planted_bugs_of_front_ends_are_found(name: str, fault: str, first: int | None) -> None:
+    assert finds(name, MORE_FRONT_ENDS, fault, first=first)
 
 
 @pytest.mark.parametrize("name", ["unit-not-left", "unit-charged"])
 def test_planted_bugs_of_units_are_found(name: str) -> None:
-    with planted(name):
-        assert any(run_seed(seed, kinds=of("kill an engine")).problems for seed in UNITS)
+    assert finds(name, UNITS, "kill an engine")
 
 
 @pytest.mark.parametrize("name", ["undrained", "last-of-role", "size-kept"])
 def test_planted_bugs_of_role_changes_are_found(name: str) -> None:
-    with planted(name):
-        assert any(run_seed(seed, kinds=of()).problems for seed in MORE_ROLES)
+    assert finds(name, MORE_ROLES)

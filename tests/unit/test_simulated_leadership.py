@@ -4,17 +4,16 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from tests.fault_stories import of
+from tests.fault_stories import Stories, finds
 
 from dualpath_lab.faults.simulation.adversary import LEASE_FAULT_KINDS
 from dualpath_lab.faults.simulation.leadership import LeaderElection
-from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
 from dualpath_lab.faults.simulation.settings import drawn_settings
 from dualpath_lab.faults.simulation.world import World
 
 
-def seeds_of(*elections: LeaderElection, below: int = 160) -> list[int]:
+def seeds_of(*elections: LeaderElection, below: int = 480) -> list[int]:
     """Return seeds of clusters with these kinds of leader election."""
     seeds = range(1, below, 4)
     return [seed for seed in seeds if drawn_settings(World(seed), 0, 1.0).standby in elections]
@@ -30,71 +29,65 @@ _PAUSE = re.compile(
 )
 
 
-def stories(*names: str, seeds: Sequence[int] = LEASED) -> list[list[str]]:
-    """Return the log lines of runs with these faults, none of which has a problem."""
-    logs = []
-    for seed in seeds:
-        outcome = run_seed(seed, story=True, kinds=of(*names))
-        assert not outcome.problems, "\n".join(outcome.story)
-        logs.append(list(outcome.story))
-    return logs
+def more_than(few: int, runs: Stories, *patterns: str) -> bool:
+    """Whether more logs than ``few`` have lines with these patterns in this order."""
+    pattern = re.compile("[^§]*".join(patterns))
+    return runs.exceeds(few, lambda log: pattern.search("\n".join(log)) is not None)
 
 
-def count(logs: list[list[str]], *patterns: str) -> int:
-    """Return the number of logs that have lines with these patterns in this order."""
-    whole = ("\n".join(lines) for lines in logs)
-    return sum(re.search("[^§]*".join(patterns), story) is not None for story in whole)
+def pauses_s(runs: Stories, more_than: int) -> list[float]:
+    """Return the times without a serving router between the end of one and the next.
 
-
-def pauses_of(logs: list[list[str]]) -> list[float]:
-    """Return the seconds without a serving router between the end of one and the next.
-
-    Only where the next one stood by at the end.
+    Only where the next one stood by at the end.  Seeds are run until there are ``more_than``.
     """
-    found = []
-    for story in map("\n".join, logs):
-        if (end := _PAUSE.search(story)) is not None:
-            starts = re.search(rf"([\d.]+)  {end[4]} +starts", story)
-            if starts is not None and float(starts[1]) < float(end[2]):
-                found.append(float(end[3]) - float(end[2]))
+    found: list[float] = []
+
+    def pauses(log: Sequence[str]) -> int:
+        story = "\n".join(log)
+        if (end := _PAUSE.search(story)) is None:
+            return 0
+        starts = re.search(rf"([\d.]+)  {end[4]} +starts", story)
+        if starts is None or float(starts[1]) >= float(end[2]):
+            return 0
+        found.append(float(end[3]) - float(end[2]))
+        return 1
+
+    assert runs.exceeds(more_than, pauses)
     return found
 
 
 def test_with_a_lock_the_standby_serves_at_once() -> None:
-    pauses_s = pauses_of(stories("kill the router", seeds=seeds_of(LeaderElection.LOCK)))
-    assert len(pauses_s) > 3
-    assert max(pauses_s) < 0.1
+    runs = Stories(seeds_of(LeaderElection.LOCK), "kill the router")
+    assert max(pauses_s(runs, more_than=3)) < 0.1
 
 
 def test_a_stopped_holder_is_replaced_and_ends_when_it_is_resumed() -> None:
-    logs = stories("stop the router for longer than its lease")
+    runs = Stories(LEASED, "stop the router for longer than its lease")
     woke = r"router#1 +is stopped", r"router#2 +serves", r"router#1 +is resumed"
-    assert count(logs, *woke, "scheduler ends: the lease simulated", r"router#1 +is dead") > 3
+    ends = "scheduler ends: the lease simulated", r"router#1 +is dead"
+    assert more_than(3, runs, *woke, *ends)
 
 
 def test_a_holder_that_cannot_reach_the_store_is_replaced_while_it_is_alive() -> None:
-    seeds = seeds_of(LeaderElection.ETCD, LeaderElection.KUBERNETES, below=320)
-    logs = stories("cut the router from the store of leases", seeds=seeds)
+    runs = Stories(LEASED, "cut the router from the store of leases")
     ends = "scheduler ends: the lease simulated could not be renewed", r"router#2 +serves"
-    assert count(logs, r"router#1 +does not reach", *ends) > 3
+    assert more_than(3, runs, r"router#1 +does not reach", *ends)
 
 
 def test_a_killed_holder_is_replaced_once_its_lease_has_expired() -> None:
-    logs = stories("kill the router")
-    assert count(logs, r"router#1 +is dead", r"router#2 +serves") > 3
+    runs = Stories(LEASED, "kill the router")
+    assert more_than(3, runs, r"router#1 +is dead", r"router#2 +serves")
 
 
 def test_a_terminated_holder_releases_its_lease() -> None:
-    logs = stories("terminate the router")
-    pauses_s = pauses_of(logs)
-    assert len(pauses_s) > 10
-    assert max(pauses_s) < 0.5  # of a lease of 1 s
+    runs = Stories(LEASED, "terminate the router")
+    assert max(pauses_s(runs, more_than=10)) < 0.5  # of a lease of 1 s
 
 
 def test_faults_of_the_store_are_survived() -> None:
-    logs = stories(*(kind.name for kind in LEASE_FAULT_KINDS), "kill the router")
-    assert count(logs, "lease simulated could not be renewed: ") > 5
-    assert count(logs, "could not be renewed in time") > 3
+    runs = Stories(LEASED, *(kind.name for kind in LEASE_FAULT_KINDS), "kill the router")
+    assert more_than(5, runs, "lease simulated could not be renewed: ")
+    assert more_than(3, runs, "could not be renewed in time")
 
 
 def test_equal_seeds_with_leases_give_equal_runs() -> None:
@@ -120,5 +113,4 @@ def test_equal_seeds_with_leases_give_equal_runs() -> None:
 def test_planted_bugs_of_leader_election_are_found(
     name: str, fault: str, turn: LeaderElection
 ) -> None:
-    with planted(name):
-        assert any(run_seed(seed, kinds=of(fault)).problems for seed in seeds_of(turn, below=1600))
+    assert finds(name, seeds_of(turn, below=1600), fault)

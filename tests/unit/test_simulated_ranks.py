@@ -1,15 +1,12 @@
 """Simulated engines of several ranks: all end together; and the pipes between them."""
 
-import re
-
 import pytest
-from tests.fault_stories import of
+from tests.fault_stories import Stories, finds
 
 from dualpath.core.cluster import HostProcess
 from dualpath_lab.faults.simulation.cluster_resources import ClusterResources
-from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.ranks import RankPipe
-from dualpath_lab.faults.simulation.run import Outcome, run_seed
+from dualpath_lab.faults.simulation.run import run_seed
 from dualpath_lab.faults.simulation.threads import SimThreads
 from dualpath_lab.faults.simulation.world import Process, World
 
@@ -17,47 +14,33 @@ from dualpath_lab.faults.simulation.world import Process, World
 SEEDS = range(2, 122, 4)
 
 
-def matching(outcome: Outcome, pattern: str) -> list[str]:
-    """Return the matching lines of a log."""
-    return [line for line in outcome.story if re.search(pattern, line)]
-
-
 @pytest.fixture(scope="module")
-def rank_kills() -> list[Outcome]:
+def rank_kills() -> Stories:
     """Runs in which only ranks are killed."""
-    return [run_seed(seed, story=True, kinds=of("kill a rank")) for seed in SEEDS]
+    return Stories(SEEDS, "kill a rank")
 
 
+@pytest.mark.parametrize("role", ["pe", "de"])
 def test_an_engine_that_loses_a_rank_logs_it_and_ends_with_all_ranks(
-    rank_kills: list[Outcome],
+    rank_kills: Stories, role: str
 ) -> None:
-    ended = {"pe": 0, "de": 0}
-    for outcome in rank_kills:
-        assert not outcome.problems, "\n".join(outcome.story)
-        for role in ended:
-            word = rf"engine ({role}\S*) ends itself: rank 1 \(process \1#\d+\.1\) has ended"
-            ended[role] += len(matching(outcome, word))
-    assert min(ended.values()) > 5
+    ends = rf"engine ({role}\S*) ends itself: rank 1 \(process \1#\d+\.1\) has ended"
+    assert rank_kills.more_than(5, ends)
 
 
 def test_ranks_are_killed_and_stopped_before_their_engine_has_started_and_while_it_works() -> None:
-    kinds = of("kill a rank", "stop a rank", "kill an engine", "lose an engine", "kill the router")
-    stories: list[str] = []
-    for seed in SEEDS:
-        outcome = run_seed(seed, story=True, kinds=kinds)
-        assert not outcome.problems, "\n".join(outcome.story)
-        stories += outcome.story
+    kinds = "kill a rank", "stop a rank", "kill an engine", "lose an engine", "kill the router"
+    runs = Stories(SEEDS, *kinds, least=20)
     for what in (r"#\d+\.1 +is stopped", r"#\d+\.1 +ends: the engine's first rank has ended"):
-        assert any(re.search(what, line) for line in stories), what
+        assert runs.more_than(0, what), what
 
 
-def test_clusters_have_ranks_of_one_kv_head_and_of_several(rank_kills: list[Outcome]) -> None:
-    worlds = [matching(outcome, "engines of")[0] for outcome in rank_kills]
-    assert {re.sub(".*engines of ", "", line) for line in worlds} == {
-        f"{ranks} ranks for {heads} KV heads"
-        for ranks in ("2 and 1", "1 and 2", "2 and 2")
-        for heads in (1, 2)
-    }
+@pytest.mark.parametrize("ranks", ["2 and 1", "1 and 2", "2 and 2"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_clusters_have_ranks_of_one_kv_head_and_of_several(
+    rank_kills: Stories, ranks: str, heads: int
+) -> None:
+    assert rank_kills.more_than(0, f"engines of {ranks} ranks for {heads} KV heads$")
 
 
 def test_equal_seeds_with_ranks_give_equal_runs() -> None:
@@ -73,8 +56,7 @@ def test_equal_seeds_with_ranks_give_equal_runs() -> None:
     ],
 )
 def test_planted_bugs_of_ranks_are_found(name: str, faults: list[str], seeds: range) -> None:
-    with planted(name):
-        assert any(run_seed(seed, kinds=of(*faults)).problems for seed in seeds)
+    assert finds(name, seeds, *faults)
 
 
 class Pipe:

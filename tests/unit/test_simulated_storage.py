@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+from tests.fault_stories import Stories, finds
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import HostProcess
@@ -14,7 +15,6 @@ from dualpath.router.scheduler.attempt import EngineAttempt
 from dualpath.storage.chain_index import ChainIndex
 from dualpath.storage.objects import PosixObjects
 from dualpath.storage.posix import PosixStorage
-from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
 from dualpath_lab.faults.simulation.disk import (
     ROOT,
     Disk,
@@ -24,8 +24,6 @@ from dualpath_lab.faults.simulation.disk import (
     StorageFaults,
 )
 from dualpath_lab.faults.simulation.janitor_checks import JanitorChecker
-from dualpath_lab.faults.simulation.planted_bugs import planted
-from dualpath_lab.faults.simulation.run import run_seed
 from dualpath_lab.faults.simulation.threads import SimThreads
 from dualpath_lab.faults.simulation.world import Process, World
 
@@ -73,11 +71,8 @@ def test_a_full_storage_leaves_hits_that_only_dram_has(monkeypatch: pytest.Monke
         take(self, assignment)
 
     monkeypatch.setattr(EngineAttempt, "_assigned_to", assigned)
-    kinds = [kind for kind in FAULT_KINDS if kind.name == "full storage"]
-    for seed in range(12):
-        outcome = run_seed(seed, kinds=kinds)
-        assert not outcome.problems, "\n".join(outcome.story)
-    assert sum(tokens > 0 for tokens in hits) >= 10
+    runs = Stories(range(24), "full storage", least=8)
+    assert runs.until(lambda: sum(tokens > 0 for tokens in hits) >= 10)
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -249,18 +244,11 @@ def test_blocks_that_the_journal_records_last_as_written_must_be_in_the_janitors
     ],
 )
 def test_planted_bugs_of_the_storage_are_found(name: str, fault: str) -> None:
-    kinds = [kind for kind in FAULT_KINDS if kind.name == fault]
-    with planted(name):
-        assert any(run_seed(seed, kinds=kinds).problems for seed in range(3, 120, 6))
+    assert finds(name, range(3, 120, 6), fault)
 
 
 def test_an_engine_that_cannot_open_its_storage_is_started_again() -> None:
-    names = {"failing storage", "full storage", "kill an engine", "kill a rank"}
-    kinds = [kind for kind in FAULT_KINDS if kind.name in names]
-    lines: list[str] = []
-    for seed in (*range(0, 60, 4), *range(2, 120, 5)):
-        outcome = run_seed(seed, story=True, kinds=kinds)
-        assert not outcome.problems, "\n".join(outcome.story)
-        lines += outcome.story
-    assert sum("cannot start: storage directory" in line for line in lines) > 3
-    assert sum("cannot start: dram_dir" in line for line in lines) > 0
+    kinds = "failing storage", "full storage", "kill an engine", "kill a rank"
+    runs = Stories((*range(2, 120, 5), *range(0, 60, 4)), *kinds)
+    assert runs.more_than(3, "cannot start: storage directory")
+    assert runs.more_than(0, "cannot start: dram_dir")

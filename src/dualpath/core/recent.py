@@ -31,7 +31,9 @@ class KeyUpdates:
         self, limit: int, present: Container[BlockKey]
     ) -> tuple[list[BlockKey], list[BlockKey]]:
         """Return up to ``limit`` changed keys: those that are ``present`` and those that aren't."""
-        changed = self._changed or {}
+        changed = self._changed
+        if not changed:  # As in most calls, several a second.
+            return [], []
         taken = [key for key, _ in zip(changed, range(limit), strict=False)]
         for key in taken:
             del changed[key]

@@ -62,7 +62,12 @@ from dualpath_lab.faults.simulation.cluster import Cluster, RoleChanges
 from dualpath_lab.faults.simulation.disk import NODE_DRAM_ROOT, ROOT, Disk, DiskCalls
 from dualpath_lab.faults.simulation.engine import SimEngine
 from dualpath_lab.faults.simulation.planted_bugs import planted
-from dualpath_lab.faults.simulation.settings import ONE_RANK, SLOW_COSTS, drawn_settings
+from dualpath_lab.faults.simulation.settings import (
+    FAULT_COUNTS,
+    ONE_RANK,
+    SLOW_COSTS,
+    drawn_settings,
+)
 from dualpath_lab.faults.simulation.tables import HISTORIES, QUARANTINES, naming
 from dualpath_lab.faults.simulation.world import World
 
@@ -460,7 +465,7 @@ def _logged(world: World) -> Iterator[None]:
 class _Run:
     def __init__(self, world: World, kinds: Sequence[FaultKind]) -> None:
         chance = world.chance
-        self.faults = chance.choice((0, 1, 1, 1, 2, 3, 4, 6))
+        self.faults = chance.choice(FAULT_COUNTS)
         settings = drawn_settings(world, self.faults, _REQUEST_DEADLINE_S)
         world.note(
             "world",

@@ -49,6 +49,8 @@ GEOMETRIES = {
     for heads, layers in _LAYER_PARTS.items()
 }
 VOCABULARY = 1000
+#: A seed draws one of these numbers of faults.
+FAULT_COUNTS = (0, 1, 1, 1, 2, 3, 4, 6)
 #: Blocks used within this time are not evicted: less than a request may take.
 PROTECT_S = 0.5
 
@@ -276,6 +278,11 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
 def _front_ends(seed: int) -> int:
     """Return the number of front ends: every fourth cluster has some, half with a standby."""
     return Random(f"front ends of {seed}").choice((1, 2, 2, 3)) if seed % 8 in (1, 3) else 0
+
+
+def faults_of(seed: int) -> int:
+    """Return the number of faults of a run, which is the first number that its seed draws."""
+    return Random(seed).choice(FAULT_COUNTS)
 
 
 def units_of_seed(seed: int) -> int:

@@ -8,7 +8,7 @@ histories of a fixed length.
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Set
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -33,31 +33,40 @@ def tables(root: object) -> Iterator[tuple[str, Collection[object]]]:
     """
     # Every run ends with this walk over all its objects, so that it looks at each type only once.
     seen: set[int] = set()
+    leaves = _LEAVES
     pending: list[tuple[str, object]] = [("", root)]
     while pending:
         name, value = pending.pop()
         kind = type(value)
-        shape = _SHAPES.get(kind) or _SHAPES.setdefault(kind, _shape_of(kind))
+        if (shape := _SHAPES.get(kind)) is None:
+            shape = _SHAPES[kind] = _shape_of(kind)
+            if shape is _LEAF:
+                leaves.add(kind)
         if shape is _LEAF or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(shape, _Fields):
+        if type(shape) is _Fields:
             for field, path in shape.names:
-                if (one := getattr(value, field, None)) is not None:
+                if type(one := getattr(value, field, None)) not in leaves:
                     pending.append((path, one))
             if shape.has_dict:
                 for field, one in vars(value).items():
-                    pending.append((f"{shape.kind}.{field}", one))
+                    if type(one) not in leaves:
+                        pending.append((f"{shape.kind}.{field}", one))
             continue
-        assert isinstance(value, Collection)
+        # Its shape is that of a collection, as ``_shape_of`` has looked up.
+        entries = cast(Collection[object], value)
         if shape is not _Shape.TUPLE:
-            yield name, value
-        entries = (*value.keys(), *value.values()) if isinstance(value, Mapping) else value
-        pending += [(name, one) for one in entries if type(one) not in _ATOMS]
+            yield name, entries
+        pending += [(name, one) for one in entries if type(one) not in leaves]
+        if shape is _Shape.MAPPING:
+            values = cast(Mapping[object, object], value).values()
+            pending += [(name, one) for one in values if type(one) not in leaves]
 
 
 class _Shape(Enum):
     LEAF = auto()
+    MAPPING = auto()
     TABLE = auto()
     TUPLE = auto()
 
@@ -71,12 +80,9 @@ class _Fields(NamedTuple):
 
 
 _LEAF = _Shape.LEAF
-#: The most frequent leaves.
-_ATOMS = frozenset({str, bytes, int, float, bool, type(None)})
-
-
-#: The shapes of all types met so far.
+#: The shapes of all types met so far, and those types that are leaves.
 _SHAPES: dict[type, _Shape | _Fields] = {}
+_LEAVES: set[type] = {str, bytes, int, float, bool, type(None)}
 
 
 def _shape_of(kind: type) -> _Shape | _Fields:
@@ -85,7 +91,9 @@ def _shape_of(kind: type) -> _Shape | _Fields:
         return _LEAF
     if issubclass(kind, tuple):
         return _Shape.TUPLE
-    if issubclass(kind, Mapping | list | deque | Set):
+    if issubclass(kind, Mapping):
+        return _Shape.MAPPING
+    if issubclass(kind, list | deque | Set):
         return _Shape.TABLE
     own = next((k.__name__ for k in kind.__mro__ if k.__module__.startswith(_SYSTEM)), None)
     if own is None:
@@ -94,6 +102,10 @@ def _shape_of(kind: type) -> _Shape | _Fields:
         return _Fields(own, tuple((n, f"{own}.{n}") for n in kind.__struct_fields__), False)
     slots = (name for each in kind.__mro__ for name in _slots(each))
     return _Fields(own, tuple((n, f"{own}.{n}") for n in slots), kind.__dictoffset__ != 0)
+
+
+#: The most frequent entries that name no request.
+_UNNAMED = frozenset({bytes, int, float, bool, tuple, type(None)})
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -116,7 +128,10 @@ def naming(root: object, requests: Collection[str], bounded: Collection[str]) ->
         if name in bounded or name in found:
             continue
         for entry in table:
-            one = entry if isinstance(entry, str) else getattr(entry, "request_id", None)
+            kind = type(entry)
+            if kind in _UNNAMED:
+                continue
+            one = entry if kind is str else getattr(entry, "request_id", None)
             if isinstance(one, str) and (one in requests or one.rpartition(".")[0] in requests):
                 found[name] = one
                 break

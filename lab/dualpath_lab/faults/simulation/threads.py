@@ -106,7 +106,7 @@ class SimThreads:
 
     def wake(self, thread: "SimThread") -> None:
         """Schedule a thread to run again soon."""
-        self.world.after(self.world.pick(_WAKE_UPS_S), thread.resume)
+        self.world.after(_WAKE_UPS_S[int(self._chance.random() * len(_WAKE_UPS_S))], thread.resume)
 
     def on_ended(self, thread: "SimThread") -> None:
         """A thread has ended."""

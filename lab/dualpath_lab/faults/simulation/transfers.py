@@ -9,7 +9,7 @@ machine reports its exit.  Whenever bytes arrive, the owner of their memory is c
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -56,7 +56,9 @@ class SimTransfer:
         self._inner = inner
         self.peer = peer
         self._writes = writes
-        self._owners = [transport.owner(writes, piece) for piece in writes.pieces]
+        self._owners = transport.owners(writes, writes.pieces)
+        self._sources: list[int] = inner.sources.tolist()
+        self._destinations: list[int] = inner.destinations.tolist()
         self._broken: str | None = None
         self._fail_reason: str | None = None
         self._plan(transport.world, transport.faults)
@@ -107,18 +109,15 @@ class SimTransfer:
     def _move(self, first: int, end: int) -> None:
         if not self._may_move():
             return
-        inner = self._inner
-        for index in range(first, end):
-            owner = self._transport.owner(self._writes, self._writes.pieces[index])
+        pieces, piece_bytes = self._writes.pieces[first:end], self._inner.piece_bytes
+        for index, owner in enumerate(self._transport.owners(self._writes, pieces), first):
             if owner is None or owner != self._owners[index]:
                 self._transport.world.problem(
                     f"bytes {self} arrive in piece {self._writes.pieces[index]}, which belonged "
                     f"to {self._owners[index] or 'no request'} and belongs to "
                     f"{owner or 'no request'} now"
                 )
-            ctypes.memmove(
-                int(inner.destinations[index]), int(inner.sources[index]), inner.piece_bytes
-            )
+            ctypes.memmove(self._destinations[index], self._sources[index], piece_bytes)
 
     def _land(self, first: int) -> None:
         inner = self._inner
@@ -153,9 +152,9 @@ class SimTransport(InProcessTransport):
         self._noticed = functools.partial(process.step, noticed)
         self._moving: dict[SimTransfer, None] = {}
 
-    def owner(self, memory: Memory, piece: int) -> str | None:
-        """Return the current owner of a piece."""
-        return self._owner_of(memory.agent, memory.region, piece)
+    def owners(self, memory: Memory, pieces: Sequence[int]) -> list[str | None]:
+        """Return the current owners of pieces."""
+        return [self._owner_of(memory.agent, memory.region, piece) for piece in pieces]
 
     def alive(self, agent: str) -> bool:
         """Whether an agent's process is alive."""

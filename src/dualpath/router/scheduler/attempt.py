@@ -292,7 +292,7 @@ class EngineAttempt(AttemptChannel):
         if self._placed:
             decode = self._decode_engine.engine_id
             number = 0 if self._call_assignment is None else self._call_assignment.number
-            for prefill in self._assigned - {decode}:
+            for prefill in sorted(self._assigned - {decode}):
                 scheduler.releases.release(prefill, self.attempt_id, reason, number)
             scheduler.releases.release_thirds(self.attempt_id, self.thirds, reason)
             if decode in self._assigned:

@@ -10,7 +10,7 @@ import itertools
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -174,8 +174,11 @@ class NamedPeers:
             if certain or info.role is Role.PREFILL:
                 self._knowing.get(process_id, set()).discard(info.engine_id)
 
-    def lost(self, process: Writer, *, certain: bool) -> Collection[str]:
-        """Return the engines to notify of a loss; the process is named again if it comes back."""
+    def lost(self, process: Writer, *, certain: bool) -> Sequence[str]:
+        """Return the engines to notify of a loss, in order of their names.
+
+        The process is named again if it comes back.
+        """
         knowing = self._knowing.get(process.id, set())
         for engine_id in knowing:
             self._named.get(engine_id, {}).pop(process.id, None)
