@@ -17,6 +17,7 @@ from dualpath.policy.events import (
     TYPICAL_COMPUTED_WEIGHT,
     TYPICAL_CONTEXT_TOKENS,
 )
+from dualpath.storage.contract import WriteOutcome
 from dualpath.storage.memory import MemoryStorage
 from dualpath.vllm.pass_costs import (
     PassCosts,
@@ -194,9 +195,9 @@ class Probed(MemoryStorage):
         self.reads, self.new, self.closed = [], 0, False
 
     def write(self, keys, sources, origin=UNKNOWN_ORIGIN):
-        new = super().write(keys, sources, origin)
-        self.new += new
-        return new
+        outcome = super().write(keys, sources, origin)
+        self.new += outcome.new
+        return outcome
 
     def read(self, key, destination, *, whole=True):
         self.reads.append(key)
@@ -232,7 +233,7 @@ def test_an_unwritable_storage_is_not_measured(caplog):
 def test_a_storage_without_a_good_read_is_not_measured():
     class Lossy(Probed):
         def write(self, keys, sources, origin=UNKNOWN_ORIGIN):
-            return 0
+            return WriteOutcome()
 
     assert read_speed.measure(Lossy(), 4, OS_THREADS) is None
 
