@@ -111,9 +111,8 @@ def codec_of(ratio: float) -> StorageCodec:
         codec="zstd",
         reason="it is set",
         ratio=ratio,
-        compress_bytes_per_s=2e9,
-        decompress_bytes_per_s=2e9,
-        cores=1,
+        compress_bytes_per_s=4e9,
+        decompress_bytes_per_s=4e9,
     )
 
 
@@ -137,7 +136,7 @@ def test_the_codec_is_chosen_before_storage_opens_and_reported_with_its_numbers(
 ) -> None:
     """The rate of reads, by which requests are planned, is that of KV."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(membership_module, "measure_codec", lambda namespace: codec_of(ratio))
+    monkeypatch.setattr(membership_module, "measure_codec", lambda *given: codec_of(ratio))
     member = membership(router, "codec", storage_codec=setting)
     chosen = member.rates.storage_codec
     assert (chosen and chosen.codec) == codec

@@ -7,6 +7,8 @@ import msgspec
 
 #: Upper bound of ``Rates.computed_weight``: more tokens than any context has.
 MAX_COMPUTED_WEIGHT = 1e9
+#: Share of the cores' measured rates that compression may take: the engine needs them as well.
+CODEC_CPU_SHARE = 0.5
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 ComputedWeight = Annotated[float, msgspec.Meta(ge=1, le=MAX_COMPUTED_WEIGHT)]
 
@@ -42,9 +44,10 @@ class StorageCodec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Whether an engine compresses the blocks that it writes, and the numbers behind the choice.
 
     ``codec`` is off or zstd, ``reason`` why.  Of a sample with the engine's geometry: KV is
-    ``ratio`` times as large as its stored bytes; one core compresses and decompresses so many bytes
-    of KV per second, and ``cores`` are counted on.  ``storage_bytes_per_s`` is the rate of reads of
-    plain blocks, None if it was not measured.  The numbers are 0 if nothing was measured.
+    ``ratio`` times as large as its stored bytes; the engine's writers compress and its readers
+    decompress so many bytes of KV per second if they do nothing else.  ``storage_bytes_per_s`` is
+    the rate of reads of plain blocks, None if it was not measured.  Numbers that were not measured
+    are 0.
     """
 
     codec: Literal["off", "zstd"]
@@ -52,12 +55,12 @@ class StorageCodec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     ratio: NotNegative = 0.0
     compress_bytes_per_s: NotNegative = 0.0
     decompress_bytes_per_s: NotNegative = 0.0
-    cores: Annotated[int, msgspec.Meta(ge=0)] = 0
     storage_bytes_per_s: NotNegative | None = None
 
     def kv_bytes_per_s(self, storage_bytes_per_s: float) -> float:
         """Return the rate at which KV is read from a storage of this rate, compressed."""
-        return min(storage_bytes_per_s * self.ratio, self.decompress_bytes_per_s * self.cores)
+        usable_bytes_per_s = self.decompress_bytes_per_s * CODEC_CPU_SHARE
+        return min(storage_bytes_per_s * self.ratio, usable_bytes_per_s)
 
 
 class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -96,6 +96,7 @@ class StorageLimitSettings(Settings, frozen=True, kw_only=True):
 
 #: Measured with ``dualpath lab bench data-plane``: 4 reads do not saturate the device.
 DEFAULT_PARALLEL_READS = 16
+DEFAULT_PARALLEL_WRITES = 4
 
 #: Values of ``profile`` that are not files.
 PROFILE_AUTO, PROFILE_OFF = "auto", "off"
@@ -279,7 +280,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     )
     parallel_writes: Annotated[
         int, Setting("requests that are written to storage at a time", ge=1)
-    ] = 4
+    ] = DEFAULT_PARALLEL_WRITES
     storage_write_share: Annotated[
         float,
         Setting(

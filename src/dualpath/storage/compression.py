@@ -27,11 +27,11 @@ only verified bytes reach the decompressor, and the section's own checksum is co
 """
 
 import importlib
-import os
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -48,7 +48,7 @@ from dualpath.core.blocks import (
 )
 from dualpath.core.errors import ConfigError
 from dualpath.core.extras import extra
-from dualpath.core.rates import StorageCodec
+from dualpath.core.rates import CODEC_CPU_SHARE, StorageCodec
 from dualpath.storage.block_file import (
     BAD_HEADER,
     DECOMPRESSION,
@@ -499,17 +499,11 @@ class _Verifier:
 # ------------------------------------------------------------------------------------------ choice
 # Whether compression pays: a probe of the cores, compared with the storage's rate.
 
-#: At most so many cores, and this share of the engine's, are counted on for compression.
-_MOST_CORES, _CORES_SHARE = 4, 1 / 4
 #: Reads must become faster by this factor.
 MIN_GAIN = 1.1
 _SAMPLE_SEED = 0
-_PROBE_ROUNDS = 3
-
-
-def usable_cores() -> int:
-    """Return how many of this process's cores the choice counts on."""
-    return min(max(int(len(os.sched_getaffinity(0)) * _CORES_SHARE), 1), _MOST_CORES)
+#: How long compression and decompression are measured, each.
+_PROBE_S = 0.05
 
 
 def sample_block(geometry: BlockGeometry, dtype: str) -> memoryview:
@@ -525,50 +519,63 @@ def sample_block(geometry: BlockGeometry, dtype: str) -> memoryview:
     return memoryview(np.resize(content.view(np.uint8), geometry.full_block_bytes).data)
 
 
-def measure_codec(namespace: StoreNamespace) -> StorageCodec:
-    """Compress and decompress a sample on this thread; rates are bytes of KV per CPU second.
+def measure_codec(namespace: StoreNamespace, readers: int, writers: int) -> StorageCodec:
+    """Compress and decompress a sample with so many threads at a time; takes about 0.2 s.
 
-    Takes 0.03 s of CPU for a block of 2.5 MB, 0.3 s for one of 20 MB.  Raises ``ConfigError``
-    without Zstandard.
+    Raises ``ConfigError`` without Zstandard.
     """
-    compressor, order = Compressor(), FileOrder(namespace.geometry)
+    order, codec = (
+        FileOrder(namespace.geometry),
+        CompressedBlocks(PlainBlocks("0" * 16), Compressor()),
+    )
     block = sample_block(namespace.geometry, namespace.dtype)
-    codec = CompressedBlocks(PlainBlocks("0" * 16), compressor)
     key, payload = bytes(32), order.of(block)
     header, *stored = codec.encoded(key, payload)
     file = b"".join(stored)
-    memory = memoryview(bytearray(block.nbytes))
 
-    def decompress() -> None:
-        arrived = order.of(memory)
-        at = 0
-        for buffer in arrived.buffers:
-            piece = file[at : at + buffer.nbytes]
-            buffer[: len(piece)] = piece
-            at += len(piece)
-        if (reason := codec.defect(key, header, arrived)) is not None:
-            raise AssertionError(f"the sample cannot be decompressed: {reason}")
+    def decompressing() -> Callable[[], object]:
+        memory = memoryview(bytearray(block.nbytes))
 
-    decompress()
-    assert memory == block, "the sample differs after decompression"
+        def decompress() -> None:
+            done = 0
+            for buffer in order.of(memory).buffers:
+                piece = file[done : done + buffer.nbytes]
+                buffer[: len(piece)] = piece
+                done += len(piece)
+            reason = codec.defect(key, header, order.of(memory))
+            assert reason is None, f"the sample cannot be decompressed: {reason}"
+
+        return decompress
+
+    def compressing() -> Callable[[], object]:
+        return lambda: codec.encoded(key, payload)
+
     return StorageCodec(
         codec="zstd",
         reason="it is set",
-        ratio=block.nbytes / max(len(file), 1),
-        compress_bytes_per_s=_rate(lambda: codec.encoded(key, payload), block.nbytes),
-        decompress_bytes_per_s=_rate(decompress, block.nbytes),
-        cores=usable_cores(),
+        ratio=block.nbytes / len(file),
+        compress_bytes_per_s=_rate(compressing, writers) * block.nbytes,
+        decompress_bytes_per_s=_rate(decompressing, readers) * block.nbytes,
     )
 
 
-def _rate(run: Callable[[], object], size_bytes: int) -> float:
-    """Return the bytes per CPU second of the fastest of some runs."""
-    best_ns = 1 << 62
-    for _ in range(_PROBE_ROUNDS):
-        began_ns = time.thread_time_ns()
-        run()
-        best_ns = min(best_ns, time.thread_time_ns() - began_ns)
-    return size_bytes * 1e9 / max(best_ns, 1)
+def _rate(make: Callable[[], Callable[[], object]], threads: int) -> float:
+    """Return how many calls per second so many threads make together, each its own function."""
+    functions = [make() for _ in range(threads)]
+    for function in functions:  # touches memory for the first time
+        function()
+    began_s = time.perf_counter()
+
+    def repeat(function: Callable[[], object]) -> int:
+        calls = 0
+        while not calls or time.perf_counter() - began_s < _PROBE_S:
+            function()
+            calls += 1
+        return calls
+
+    with ThreadPoolExecutor(threads, "codec-probe") as pool:
+        calls = sum(pool.map(repeat, functions))
+    return calls / (time.perf_counter() - began_s)
 
 
 def chosen_codec(measured: StorageCodec, storage_bytes_per_s: float | None) -> StorageCodec:
@@ -579,15 +586,15 @@ def chosen_codec(measured: StorageCodec, storage_bytes_per_s: float | None) -> S
     if storage_bytes_per_s is None:
         return msgspec.structs.replace(measured, codec="off", reason="storage was not measured")
     reads = measured.kv_bytes_per_s(storage_bytes_per_s)
-    writes = measured.compress_bytes_per_s * measured.cores
+    writes = measured.compress_bytes_per_s * CODEC_CPU_SHARE
     pays = reads >= MIN_GAIN * storage_bytes_per_s and writes >= storage_bytes_per_s
     return msgspec.structs.replace(
         measured,
         codec="zstd" if pays else "off",
         reason=(
             f"storage reads {storage_bytes_per_s / 1e6:.0f} MB/s; compressed {measured.ratio:.2f} "
-            f"times, {measured.cores} core(s) would read {reads / 1e6:.0f} and write up to "
-            f"{writes / 1e6:.0f} MB/s of KV"
+            f"times, {reads / 1e6:.0f} MB/s of KV would be read and up to {writes / 1e6:.0f} MB/s "
+            f"written with {CODEC_CPU_SHARE:.0%} of the cores"
         ),
         storage_bytes_per_s=storage_bytes_per_s,
     )

@@ -213,7 +213,10 @@ class Membership:
         """
         if settings.storage_codec == "off":
             return self.rates
-        reading = self.rates.read_bytes
+        reading, threads = (
+            self.rates.read_bytes,
+            (settings.parallel_reads, settings.parallel_writes),
+        )
         chooses, why = settings.storage_codec == "auto", settings.codec_refusal
         if chooses and why is None and find_zstd() is None:
             why = f"the package backports.zstd is not installed; {extra('zstd').remedy}"
@@ -222,9 +225,9 @@ class Membership:
         elif chooses:
             reading = reading or self._measured_reading(settings, namespace)
             per_s = None if reading is None else reading.per_s
-            codec = chosen_codec(measure_codec(namespace), per_s)
+            codec = chosen_codec(measure_codec(namespace, *threads), per_s)
         else:
-            codec = measure_codec(namespace)
+            codec = measure_codec(namespace, *threads)
         if reading is not None and codec.codec != "off":
             reading = Rate(codec.kv_bytes_per_s(reading.per_s), reading.origin)
         log.info(

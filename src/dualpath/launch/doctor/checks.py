@@ -14,7 +14,7 @@ import msgspec
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.extras import extra
 from dualpath.core.settings import Setting, Settings
-from dualpath.engine.settings import DEFAULT_PARALLEL_READS, BufferBytes
+from dualpath.engine.settings import DEFAULT_PARALLEL_READS, DEFAULT_PARALLEL_WRITES, BufferBytes
 from dualpath.launch.doctor import network, software
 from dualpath.launch.doctor.finding import Finding, error, mebibytes, ok, warning
 from dualpath.launch.doctor.node import Node
@@ -217,7 +217,8 @@ def storage_codec(storage_bytes_per_s: float) -> Finding:
     check = "Storage codec"
     if find_zstd() is None:
         return ok(check, f"not measured: {extra('zstd').remedy} for compressed blocks")
-    choice = chosen_codec(measure_codec(_SAMPLE), storage_bytes_per_s)
+    measured = measure_codec(_SAMPLE, DEFAULT_PARALLEL_READS, DEFAULT_PARALLEL_WRITES)
+    choice = chosen_codec(measured, storage_bytes_per_s)
     auto = "off" if choice.codec == "off" else "on"
     return ok(check, f"storage_codec auto would be {auto}: {choice.reason}")
 
