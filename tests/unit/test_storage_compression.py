@@ -1,8 +1,10 @@
 """Compressed blocks in storages: what is read, counted, refused and chosen."""
 
 import hashlib
+import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import xxhash
 from tests.maintained_storage import Story
 
+from dualpath.cli.main import main
 from dualpath.core.blocks import BlockGeometry, BlockOrigin, Protection, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError
 from dualpath.core.rates import StorageCodec
@@ -41,6 +44,7 @@ from dualpath.storage.objects import PosixObjects
 from dualpath.storage.posix import PosixStorage, namespace_name
 from dualpath.storage.quotas import StorageLimits, WriteGate
 from dualpath.storage.sealed_blocks import KeyRing, SealedBlocks, block_codec
+from dualpath.transport.memory import allocate_registered
 
 pytest.importorskip("backports.zstd")
 
@@ -266,6 +270,61 @@ def test_what_no_compressor_writes_is_a_bad_block_below_intact_checksums(
     assert defect_of_file(codec, KEYS[0], header + stored) == reason
     if expected is None:
         assert bytes(place) == ZEROS
+
+
+@pytest.mark.parametrize("payload_bytes", [BLOCK_BYTES - 4096, BLOCK_BYTES + 4096, 1 << 40])
+def test_verification_of_a_file_decompresses_no_more_than_a_full_block(payload_bytes: int) -> None:
+    """A forged header could have it decompress for hours."""
+    stored = section(ZEROS, 1, (4096, len(FRAME))) + FRAME
+    how = Compression(1, payload_bytes, 0)
+    header = encode_header(KEYS[0], NAMESPACE.digest(), Sections([stored]), compression=how)
+    assert defect_of_file(block_codec(NAMESPACE), KEYS[0], header + stored) == "wrong length"
+
+
+@pytest.mark.parametrize(("namespace", "keys"), [(NAMESPACE, None), (ENCRYPTED, RING)])
+def test_compressed_files_are_verified_without_an_engine(
+    tmp_path: Path, namespace: StoreNamespace, keys: KeyRing | None
+) -> None:
+    storage = PosixStorage(tmp_path, namespace, keys=keys, compressor=Compressor())
+    storage.write(KEYS[:1], [kv(1)])
+    content = storage.block_path(KEYS[0]).read_bytes()
+    codec = block_codec(namespace, keys)
+    assert defect_of_file(codec, KEYS[0], content) is None
+    assert defect_of_file(codec, KEYS[0], content[:-1]) == "wrong length"
+    damaged = content[:-1] + bytes([content[-1] ^ 1])
+    assert defect_of_file(codec, KEYS[0], damaged) == (
+        "checksum" if keys is None else "not authentic"
+    )
+
+
+def test_direct_io_reads_a_compressed_block_at_the_first_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that ended between two sectors would be read again through the page cache."""
+    storage = PosixStorage(tmp_path, NAMESPACE, compressor=Compressor())
+    if not storage.uses_direct_io:
+        pytest.skip("the file system of temporary files has no O_DIRECT")
+    storage.write(KEYS[:1], [kv(1)])
+    attempts: list[int] = []
+    read_head = storage._read_head
+
+    def counted(path: str, flags: int, *rest: Any) -> Any:
+        attempts.append(flags & os.O_DIRECT)
+        return read_head(path, flags, *rest)
+
+    monkeypatch.setattr(storage, "_read_head", counted)
+    memory = allocate_registered(BLOCK_BYTES).view(0, BLOCK_BYTES)
+    assert storage.read(KEYS[0], memory).is_good
+    assert storage.read(KEYS[0], memory, whole=False).is_good
+    assert attempts == [os.O_DIRECT] * 2
+
+
+def test_serve_passes_the_codec_to_its_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--storage", "kv", "--storage-codec", "auto", "--port", "0", "--dry-run")
+    assert main(["serve", "m", *given]) == 0
+    _, *engines = capsys.readouterr().out.splitlines()
+    assert all('"storage_codec": "auto"' in command for command in engines)
+    assert engines
 
 
 def test_a_block_of_another_codec_is_unreadable_here(tmp_path: Path) -> None:

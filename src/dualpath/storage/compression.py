@@ -79,6 +79,8 @@ PAD_BYTES = 4096
 #: Chunks fit into a core's cache, and bound what a damaged length can allocate.
 CHUNK_BYTES = 1 << 20
 _WINDOW_LOG = 20
+#: A block of more bytes is not decompressed to check it where the namespace's geometry is unknown.
+_LARGEST_BLOCK_BYTES = 1 << 30
 #: A block is compressed only if this share of each section is saved.
 _MIN_SAVED = 1 / 16
 #: Pieces of a section by which the width of its numbers is chosen; not at regular distances, as a
@@ -362,9 +364,16 @@ class CompressedBlocks:
     """See ``BlockCodec``: reads compressed and other blocks of ``inner``, the codec that seals.
 
     ``compressor`` compresses the blocks that are written, None leaves them as they are.
+    ``block_bytes`` is the length of a Full Block, None if it is unknown.
     """
 
-    def __init__(self, inner: BlockCodec, compressor: Compressor | None = None) -> None:
+    def __init__(
+        self,
+        inner: BlockCodec,
+        compressor: Compressor | None = None,
+        block_bytes: int | None = None,
+    ) -> None:
+        self._block_bytes = block_bytes
         self.has_keys = inner.has_keys
         self._inner = inner
         self._compressor = compressor
@@ -411,6 +420,11 @@ class CompressedBlocks:
         if not self._can_decompress(found):
             return OTHER_CODEC
         reason = self._inner.defect_of_compressed(key, header, stored)
+        size_bytes = found.compression.payload_bytes
+        if reason is None and size_bytes > _LARGEST_BLOCK_BYTES:
+            return WRONG_LENGTH
+        if reason is None and self._block_bytes not in (None, size_bytes):
+            return WRONG_LENGTH
         return reason or self._unpacked(found.compression, stored, None)
 
     def verifier(self, payload: Sections) -> BlockVerifier:

@@ -83,10 +83,11 @@ def block_codec(
     Compressed blocks are read in any case.  Raises ``ConfigError`` without the namespace's keys.
     """
     digest, protection = namespace.digest(), namespace.protection
+    block_bytes = namespace.geometry.full_block_bytes
     if protection is msgspec.UNSET:
-        return CompressedBlocks(PlainBlocks(digest), compressor)
+        return CompressedBlocks(PlainBlocks(digest), compressor, block_bytes)
     sealed = SealedBlocks(digest, protection, require_keys(protection, keys))
-    return CompressedBlocks(sealed, compressor)
+    return CompressedBlocks(sealed, compressor, block_bytes)
 
 
 def require_keys(protection: Protection, keys: "KeyRing | None") -> "KeyRing":
