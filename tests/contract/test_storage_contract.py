@@ -171,8 +171,9 @@ def contents(seed: int = 1, blocks: int = BLOCKS) -> list[memoryview]:
 
 
 def compresses(storage: BlockStorage) -> bool:
-    is_backend = isinstance(storage, MemoryStorage | PosixStorage | S3Storage)
-    return is_backend and storage._codec._compressor is not None
+    if isinstance(storage, MemoryStorage | PosixStorage | S3Storage):
+        return storage._codec._compressor is not None
+    return False
 
 
 def destinations(blocks: int = BLOCKS, offset_bytes: int = 0) -> list[memoryview]:

@@ -98,12 +98,13 @@ def test_numbers_of_each_width_are_split_and_joined(width: int) -> None:
 
 HEAD = [np.random.default_rng(2).integers(0, 5, 900, np.uint8).tobytes(), b"head" * 100]
 TAIL = [np.random.default_rng(3).integers(0, 5, 600, np.uint8).tobytes()]
+INNER_OF: dict[str, BlockCodec] = {
+    "plain": PlainBlocks(DIGEST),
+    "sealed": SealedBlocks(DIGEST, Protection.ENCRYPTED, KEYS),
+}
 FILES = {
     kind: b"".join(compressing(inner).encoded(KEY, Sections(HEAD, TAIL), ORIGIN))
-    for kind, inner in (
-        ("plain", PlainBlocks(DIGEST)),
-        ("sealed", SealedBlocks(DIGEST, Protection.ENCRYPTED, KEYS)),
-    )
+    for kind, inner in INNER_OF.items()
 }
 
 
@@ -119,13 +120,10 @@ def test_any_flipped_bit_is_found(kind: str, place: int, whole: bool) -> None:
     if bit >= fields_bits:
         bit += 8 * HEADER_BYTES - fields_bits
     file[bit // 8] ^= 1 << bit % 8
-    inner = PlainBlocks(DIGEST)
-    if kind == "sealed":
-        inner = SealedBlocks(DIGEST, Protection.ENCRYPTED, KEYS)
-    codec = CompressedBlocks(inner)
+    codec = CompressedBlocks(INNER_OF[kind])
     assert defect_of_file(codec, KEY, bytes(file)) is not None
     reason, memory = read(codec, bytes(file), HEAD, TAIL if whole else None)
-    header = decode_header(file[:HEADER_BYTES])
+    header = decode_header(bytes(file[:HEADER_BYTES]))
     in_tail = (
         bit // 8 >= HEADER_BYTES
         and header is not None

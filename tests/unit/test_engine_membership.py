@@ -25,7 +25,7 @@ from dualpath.core.control import (
     encode,
     unnumbered,
 )
-from dualpath.core.rates import Rate, RateOrigin, Rates, StorageCodec
+from dualpath.core.rates import RateOrigin, Rates, StorageCodec
 from dualpath.engine.control import membership as membership_module
 from dualpath.engine.control.membership import Membership, ServedModel
 from dualpath.engine.control.surroundings import Surroundings
@@ -141,7 +141,10 @@ def test_the_codec_is_chosen_before_storage_opens_and_reported_with_its_numbers(
     chosen = member.rates.storage_codec
     assert (chosen and chosen.codec) == codec
     assert member.settings.storage_codec == (codec or "off")
-    assert member.rates.read_bytes == Rate(pytest.approx(kv_bytes_per_s), RateOrigin.SET)
+    reading = member.rates.read_bytes
+    assert reading is not None
+    assert reading.per_s == pytest.approx(kv_bytes_per_s)
+    assert reading.origin is RateOrigin.SET
     assert ("storage_codec is" in caplog.text) == (codec is not None)
     if setting == "auto":
         assert "storage reads 1000 MB/s; compressed" in caplog.text

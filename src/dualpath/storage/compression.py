@@ -3,9 +3,8 @@
 The exponents of KV's floating-point numbers are alike, its mantissas are noise.  So numbers of two
 or four bytes are split into planes, one for each byte of a number; the plane with sign and exponent
 is compressed and the others are stored as they are.  Zstandard finds hardly any repetitions there
-and is set to skip the search for them: what it saves is Huffman coding of the bytes.  Compared with
-its level 1 this takes a third of the time and saves as much
-(``lab/dualpath_lab/benchmarks/storage_codec.py``).
+and is set to search for few: what it saves is the Huffman coding of bytes.  This is faster than its
+level 1 and saves more (``lab/dualpath_lab/benchmarks/storage_codec.py``).
 
 A section of a compressed block, little-endian:
 
