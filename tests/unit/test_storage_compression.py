@@ -272,6 +272,20 @@ def test_what_no_compressor_writes_is_a_bad_block_below_intact_checksums(
         assert bytes(place) == ZEROS
 
 
+@pytest.mark.parametrize("position", [20, 170, 237, 260])
+def test_a_compressed_block_with_a_damaged_header_is_not_taken_for_a_short_one(
+    tmp_path: Path, position: int
+) -> None:
+    storage = PosixStorage(tmp_path, NAMESPACE, compressor=Compressor())
+    storage.write(KEYS[:1], [kv(1)])
+    path = storage.block_path(KEYS[0])
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+    assert storage.read(KEYS[0], into()).reason == "bad header"
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("payload_bytes", [BLOCK_BYTES - 4096, BLOCK_BYTES + 4096, 1 << 40])
 def test_verification_of_a_file_decompresses_no_more_than_a_full_block(payload_bytes: int) -> None:
     """A forged header could have it decompress for hours."""

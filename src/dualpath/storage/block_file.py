@@ -588,11 +588,11 @@ def defect_of_length(
     """Return the defect of a block with ``arrived_bytes`` of payload read, None if valid."""
     if arrived_bytes >= min(stored_bytes(header, payload), payload.size_bytes):
         return verifier.defect(key, header)
-    version = header_version(header)
-    if version is None and arrived_bytes > 0:
-        return BAD_HEADER  # It may be that of a compressed block, which is complete.
     # A block of another format version may be shorter than one of this version.
-    return OTHER_FORMAT if version not in (None, *VERSIONS) else SHORT
+    if header_version(header) not in (None, *VERSIONS):
+        return OTHER_FORMAT
+    # With a damaged header it may be a compressed block, which is complete.
+    return BAD_HEADER if arrived_bytes > 0 and decode_header(header) is None else SHORT
 
 
 def defect_of_file(codec: BlockCodec, key: BlockKey, content: bytes) -> str | None:
