@@ -133,7 +133,7 @@ class Engine:
                 name,
                 encode_header(key, DIGEST, Sections([PAYLOAD]), own) + PAYLOAD,
             )
-        self.journal.written(new, origins, BLOCK_BYTES, self._story.now_s)
+        self.journal.written(new, origins, [BLOCK_BYTES] * len(new), self._story.now_s)
 
     def serve(self, keys: Sequence[BlockKey]) -> int:
         """Run a turn: look up, compute missing blocks, store them; return the hit blocks."""

@@ -113,7 +113,7 @@ def test_a_janitor_keeps_any_tree_within_its_quota_and_releases_its_lease(tree: 
             content = encode_header(key, DIGEST, Sections([PAYLOAD]), own) + PAYLOAD
             tree.replace(object_name(PLACE, key), content)
         if journal is not None:
-            journal.written(keys, origins, BLOCK_BYTES, clock())
+            journal.written(keys, origins, [BLOCK_BYTES] * len(keys), clock())
             journal.flush()
 
     def lying() -> list[int]:

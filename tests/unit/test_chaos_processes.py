@@ -200,7 +200,7 @@ def test_a_disk_that_refuses_writes_is_reported_and_works_again_afterwards(
         storage.write(KEYS[:1], DATA[:1])
     disk.append(DiskFault())
     assert not storage.is_stored(KEYS[0])
-    assert storage.write(KEYS, DATA) == 4
+    assert storage.write(KEYS, DATA).new == 4
     disk.append(DiskFault(fault))
     assert read(storage, 0) == ("read error: Input/output error" if code == errno.EIO else None)
 
@@ -227,7 +227,7 @@ def test_a_process_may_die_when_half_of_a_block_is_written(
     FaultyDisk(DiskFault, look, expected.__contains__, random.Random(0)).install()
     disk_storage = opened(tmp_path)
     expected.append(Step.PERSISTING)
-    assert disk_storage.write(KEYS[:1], DATA[:1]) == 1
+    assert disk_storage.write(KEYS[:1], DATA[:1]).new == 1
     assert min(sizes) < 4096 < max(sizes) < 4096 + GEOMETRY.full_block_bytes
     assert read(disk_storage, 0) is None
 

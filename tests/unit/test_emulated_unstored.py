@@ -25,7 +25,7 @@ from dualpath.policy.event_log import assignments, difference
 from dualpath.router.hit_account import GONE
 from dualpath.router.scheduler.event_recorder import read_event_log
 from dualpath.router.settings import RouterSettings
-from dualpath.storage.contract import BlockStorage
+from dualpath.storage.contract import BlockStorage, WriteOutcome
 from dualpath.storage.wrapping import WrappingStorage
 from dualpath_lab.emulated.settings import part_geometry
 
@@ -52,7 +52,7 @@ class _Mounted(WrappingStorage):
         keys: Sequence[BlockKey],
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
-    ) -> int:
+    ) -> WriteOutcome:
         if self._disk.full and keys:
             raise StorageError("no space left on device")
         return super().write(keys, sources, origin)

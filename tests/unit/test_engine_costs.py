@@ -17,6 +17,7 @@ from dualpath.policy.events import (
     TYPICAL_COMPUTED_WEIGHT,
     TYPICAL_CONTEXT_TOKENS,
 )
+from dualpath.storage.contract import WriteOutcome
 from dualpath.storage.memory import MemoryStorage
 from dualpath.vllm.pass_costs import (
     BesidesAttention,
@@ -46,6 +47,11 @@ def costs_of(passes: list[TimedPass], context_limit_tokens: int) -> PassCosts:
     return from_passes(passes, ATTENTION, fitted_attention(passes, ATTENTION), context_limit_tokens)
 
 
+def besides(costs: PassCosts) -> BesidesAttention:
+    assert costs.besides_attention is not None
+    return costs.besides_attention
+
+
 def test_costs_of_passes_are_found_again():
     costs = costs_of([timed(0), timed(512), timed(2048)], 131_072)
     assert costs.attention.flops_per_s == pytest.approx(1 / FLOP_S)
@@ -64,14 +70,14 @@ def test_a_short_pass_shows_what_a_pass_takes_besides_attention_and_its_tokens()
     """Nothing else is derived from it: its attention is too short to measure."""
     passes = [timed(0), timed(512), timed(2048)]
     alone = costs_of(passes, 131_072)
-    assert alone.besides_attention.batch_s == 0
-    assert alone.besides_attention.token_s == pytest.approx(TOKEN_S)
+    assert besides(alone).batch_s == 0
+    assert besides(alone).token_s == pytest.approx(TOKEN_S)
     longer = [TimedPass(p.cached, p.bsz, p.pass_s + 0.03, p.attention_s) for p in passes]
     short = TimedPass(0, 16, 0.03 + 16 * TOKEN_S + 0.5, 0.5)
     slow = TimedPass(0, 16, 9.0, 0.5)
     with_short = costs_of([*longer, short, slow], 131_072)
-    assert with_short.besides_attention.batch_s == pytest.approx(0.03)
-    assert with_short.besides_attention.token_s == pytest.approx(TOKEN_S)
+    assert besides(with_short).batch_s == pytest.approx(0.03)
+    assert besides(with_short).token_s == pytest.approx(TOKEN_S)
     without = costs_of(longer, 131_072)
     assert with_short.attention == without.attention == alone.attention
     assert with_short.prefill_tokens_per_s == without.prefill_tokens_per_s
@@ -79,8 +85,8 @@ def test_a_short_pass_shows_what_a_pass_takes_besides_attention_and_its_tokens()
 
 def test_a_pass_that_takes_no_longer_with_more_tokens_has_no_time_per_token():
     costs = costs_of([timed(0), timed(512), TimedPass(0, 16, 0.9, 0.1)], 131_072)
-    assert costs.besides_attention.batch_s == pytest.approx(512 * TOKEN_S)
-    assert costs.besides_attention.token_s == 0
+    assert besides(costs).batch_s == pytest.approx(512 * TOKEN_S)
+    assert besides(costs).token_s == 0
 
 
 @pytest.mark.parametrize("limit", [2048, 100])
@@ -224,9 +230,9 @@ class Probed(MemoryStorage):
         self.reads, self.new, self.closed = [], 0, False
 
     def write(self, keys, sources, origin=UNKNOWN_ORIGIN):
-        new = super().write(keys, sources, origin)
-        self.new += new
-        return new
+        outcome = super().write(keys, sources, origin)
+        self.new += outcome.new
+        return outcome
 
     def read(self, key, destination, *, whole=True):
         self.reads.append(key)
@@ -262,7 +268,7 @@ def test_an_unwritable_storage_is_not_measured(caplog):
 def test_a_storage_without_a_good_read_is_not_measured():
     class Lossy(Probed):
         def write(self, keys, sources, origin=UNKNOWN_ORIGIN):
-            return 0
+            return WriteOutcome()
 
     assert read_speed.measure(Lossy(), 4, OS_THREADS) is None
 

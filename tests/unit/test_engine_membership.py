@@ -3,7 +3,9 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from tests.engine_harness import GEOMETRY
@@ -23,6 +25,7 @@ from dualpath.core.control import (
     encode,
     unnumbered,
 )
+from dualpath.core.rates import RateOrigin, Rates, StorageCodec
 from dualpath.engine.control import membership as membership_module
 from dualpath.engine.control.membership import Membership, ServedModel
 from dualpath.engine.control.surroundings import Surroundings
@@ -73,6 +76,8 @@ def membership(
     storage: str,
     end_process: Callable[[], None] = lambda: None,
     threads: Threads = OS_THREADS,
+    former_rates: Rates | None = None,
+    **changed: Any,
 ) -> Membership:
     settings = EngineSettings(
         role=Role.DECODE,
@@ -83,6 +88,7 @@ def membership(
         buffer_bytes=4 * GEOMETRY.full_block_bytes,
         snic_bytes_per_s=1e9,
     )
+    settings = msgspec.structs.replace(settings, **changed)
     region = RegionInfo("hbm", HBM.address, HBM.size_bytes, HBM.size_bytes, 1)
     hbm = shared_layers([region], GEOMETRY, capacity_tokens=640)
     fabric = InProcessFabric()
@@ -96,7 +102,67 @@ def membership(
             end_process=end_process,
             threads=threads,
         ),
+        former_rates=former_rates,
     )
+
+
+def codec_of(ratio: float) -> StorageCodec:
+    return StorageCodec(
+        codec="zstd",
+        reason="it is set",
+        ratio=ratio,
+        compress_bytes_per_s=4e9,
+        decompress_bytes_per_s=4e9,
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "ratio", "codec", "kv_bytes_per_s"),
+    [
+        ("off", 1.4, None, 1e9),
+        ("auto", 1.4, "zstd", 1.4e9),
+        ("auto", 1.05, "off", 1e9),
+        ("zstd", 1.05, "zstd", 1.05e9),
+    ],
+)
+def test_the_codec_is_chosen_before_storage_opens_and_reported_with_its_numbers(
+    router: Router,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    setting: str,
+    ratio: float,
+    codec: str | None,
+    kv_bytes_per_s: float,
+) -> None:
+    """The rate of reads, by which requests are planned, is that of KV."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(membership_module, "measure_codec", lambda *given: codec_of(ratio))
+    member = membership(router, "codec", storage_codec=setting)
+    chosen = member.rates.storage_codec
+    assert (chosen and chosen.codec) == codec
+    assert member.settings.storage_codec == (codec or "off")
+    reading = member.rates.read_bytes
+    assert reading is not None
+    assert reading.per_s == pytest.approx(kv_bytes_per_s)
+    assert reading.origin is RateOrigin.SET
+    assert ("storage_codec is" in caplog.text) == (codec is not None)
+    if setting == "auto":
+        assert "storage reads 1000 MB/s; compressed" in caplog.text
+    again = membership(router, "codec", former_rates=member.rates, storage_codec=setting)
+    assert (again.rates, again.settings) == (member.rates, member.settings), "it is not repeated"
+    member.leave()
+    again.leave()
+
+
+def test_auto_without_zstandard_is_off_with_the_remedy(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_module, "find_zstd", lambda: None)
+    member = membership(router, "codec", storage_codec="auto")
+    member.leave()
+    assert member.rates.storage_codec is not None
+    assert member.rates.storage_codec.codec == "off"
+    assert "pip install 'backports.zstd>=1'" in member.rates.storage_codec.reason
 
 
 def test_an_engine_registers_once_its_server_accepts_connections(router: Router) -> None:

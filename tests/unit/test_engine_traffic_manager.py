@@ -37,6 +37,7 @@ from dualpath.engine.io.lookups import LOOKUP_THREADS
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.layer_stream import LayerStream
 from dualpath.engine.settings import parse_settings
+from dualpath.storage.contract import WriteOutcome
 
 TOKENS = 22  # five full blocks and a partial one
 BLOCKS = 6
@@ -90,7 +91,7 @@ def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
 
     def slow_write(
         keys: Sequence[bytes], sources: Sequence[memoryview], origin: BlockOrigin = UNKNOWN_ORIGIN
-    ) -> int:
+    ) -> WriteOutcome:
         entered.set()
         assert gate.wait(GUARD_S)
         return write_now(keys, sources, origin)
@@ -486,9 +487,9 @@ def test_generated_blocks_have_tenant_and_parent(
 ) -> None:
     keys, written = prompt_keys(TOKENS), list[tuple[BlockKey, BlockOrigin]]()
 
-    def write(new: list[BlockKey], sources: object, origin: BlockOrigin) -> int:
+    def write(new: list[BlockKey], sources: object, origin: BlockOrigin) -> WriteOutcome:
         written.extend((key, origin) for key in new)
-        return len(new)
+        return WriteOutcome(len(new), (GEOMETRY.full_block_bytes,) * len(new))
 
     monkeypatch.setattr(cluster.storage, "write", write)
     cluster.de.manager.persist_generated([GeneratedBlock(9, keys[1], keys[0], "a" * 16)])

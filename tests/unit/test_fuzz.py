@@ -8,6 +8,7 @@ import pytest
 from dualpath.cli.main import main
 from dualpath.cli.settings import SECTIONS
 from dualpath_lab.faults.fuzz.campaign import Campaign, Subject
+from dualpath_lab.faults.fuzz.compressed_blocks import CompressedBlockSubject
 from dualpath_lab.faults.fuzz.files import BlockSubject, SettingsSubject, TraceSubject
 from dualpath_lab.faults.fuzz.inputs import Inputs
 from dualpath_lab.faults.fuzz.sealed_blocks import SealedBlockSubject
@@ -28,9 +29,13 @@ def test_a_seed_and_a_number_determine_an_input():
         (TraceSubject, {"taken", "refused"}),
         (lambda: SettingsSubject(SECTIONS), {"file refused", "file taken", "variable refused"}),
         (BlockSubject, {"taken", "short", "checksum", "bad header", "wrong key"}),
+        (
+            CompressedBlockSubject,
+            {"taken", "short", "checksum", "bad header", "decompression"},
+        ),
         (SealedBlockSubject, {"taken", "short", "not authentic", "bad header", "storage key"}),
     ],
-    ids=["traces", "settings", "blocks", "sealed-blocks"],
+    ids=["traces", "settings", "blocks", "compressed-blocks", "sealed-blocks"],
 )
 async def test_files_are_taken_or_refused(subject: Callable[[], Subject], outcomes: set[str]):
     result = await Campaign("files", subject(), seed=1, count=1500).run()

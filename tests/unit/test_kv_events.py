@@ -32,7 +32,7 @@ from dualpath.engine.trace import TraceRecorder
 from dualpath.launch.ports import claim_port
 from dualpath.plan.movements import PERSIST_PROMPT
 from dualpath.plan.steps import step_of
-from dualpath.storage.contract import BlockStorage
+from dualpath.storage.contract import BlockStorage, WriteOutcome
 from dualpath.vllm.kv_events import connector_events
 
 KEYS = tuple(block_keys(range(24), 4))
@@ -75,7 +75,7 @@ def test_events_that_are_not_taken_are_dropped_oldest_first(
 class FailingStorage:
     """A storage that is full."""
 
-    def write(self, *arguments: object) -> int:
+    def write(self, *arguments: object) -> WriteOutcome:
         raise StorageError("no space left")
 
 

@@ -240,7 +240,7 @@ def test_empty_blocks_are_no_hits_and_the_next_writer_replaces_all_of_them(
     for key in KEYS:
         Path(stored.block_path(key)).write_bytes(b"")
     assert [stored.is_stored(key) for key in KEYS] == [False] * 4
-    assert stored.write(KEYS, DATA) == 4
+    assert stored.write(KEYS, DATA).new == 4
     for key, content in zip(KEYS, DATA, strict=True):
         read = memoryview(bytearray(GEOMETRY.full_block_bytes))
         assert stored.read(key, read).reason is None

@@ -120,7 +120,7 @@ def test_a_partial_write_to_a_full_disk_never_becomes_a_block() -> None:
         refused.append("first")
         assert not storage.is_stored(KEYS[0])
         machine.faults.full = False
-        assert storage.write(KEYS[:1], [PAYLOAD]) == 1
+        assert storage.write(KEYS[:1], [PAYLOAD]).new == 1
 
     machine.threads.start("writes", writes)
     machine.world.run(lambda: False, 1.0)

@@ -16,7 +16,7 @@ from dualpath.engine.io.persister import Persister, WriteTask
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.movements import PERSIST_PROMPT
 from dualpath.plan.steps import step_of
-from dualpath.storage.contract import DeclinedError
+from dualpath.storage.contract import DeclinedError, WriteOutcome
 from dualpath.storage.janitor import STATUS, Status, write_status
 from dualpath.storage.journal import (
     Journal,
@@ -55,7 +55,7 @@ class Maintained:
         self.storage = MaintainedStorage(self.inner, self.maintenance)
         self.publish_status(used_blocks=0, quota_blocks=0, applied=0)
 
-    def write(self, first: int, end: int, parent: bytes | None = None) -> int:
+    def write(self, first: int, end: int, parent: bytes | None = None) -> WriteOutcome:
         before = KEYS[first - 1] if first else chain_root()
         origin = BlockOrigin(before if parent is None else parent, "a" * 16)
         keys = KEYS[first:end]
@@ -101,7 +101,7 @@ class Maintained:
 
 def test_writes_uses_and_missing_blocks_are_journaled_with_their_chain() -> None:
     maintained = Maintained()
-    assert maintained.write(0, 2) == 2
+    assert maintained.write(0, 2).new == 2
     maintained.storage.used(KEYS[1])
     maintained.story.now_s += 1
     maintained.storage.used(KEYS[1])
@@ -166,8 +166,8 @@ def test_nothing_is_written_beyond_the_quota_including_unapplied_writes() -> Non
     maintained.publish_status(used_blocks=6, quota_blocks=12, applied=9)
     with pytest.raises(DeclinedError, match="quota"):
         maintained.write(8, 9)  # there is room, but not for blocks behind a gap
-    assert maintained.write(6, 8) == 2
-    assert maintained.write(8, 9) == 1
+    assert maintained.write(6, 8).new == 2
+    assert maintained.write(8, 9).new == 1
 
 
 def test_a_block_that_is_written_again_counts_once() -> None:
@@ -177,7 +177,7 @@ def test_a_block_that_is_written_again_counts_once() -> None:
     maintained.maintenance.tick()
     maintained.write(0, 4)
     maintained.publish_status(used_blocks=0, quota_blocks=8, applied=0)
-    assert maintained.write(4, 8) == 4
+    assert maintained.write(4, 8).new == 4
 
 
 def test_a_tenant_beyond_its_quota_is_declined_and_others_are_not() -> None:
@@ -207,7 +207,7 @@ def test_nothing_is_declined_by_a_status_without_owners() -> None:
     maintained.tree.replace(STATUS, msgspec.json.encode(status))
     maintained.maintenance.tick()
     assert maintained.maintenance.status is not None
-    assert maintained.write(0, 9) == 9
+    assert maintained.write(0, 9).new == 9
 
 
 def test_events_being_written_count_against_the_quota() -> None:
@@ -244,7 +244,7 @@ def test_a_prefix_seen_once_is_not_written_with_the_filter() -> None:
     with pytest.raises(DeclinedError, match="once"):
         maintained.write(0, 5)  # the first three for the second time
     assert [maintained.inner.is_stored(key) for key in KEYS[:5]] == [True] * 3 + [False] * 2
-    assert maintained.write(0, 5) == 2
+    assert maintained.write(0, 5).new == 2
     assert (
         maintained.maintenance.stats.skipped_blocks,
         maintained.maintenance.stats.refused_blocks,

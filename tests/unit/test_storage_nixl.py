@@ -46,8 +46,8 @@ def reads_all(storage: BlockStorage) -> bool:
 def test_blocks_of_a_directory_are_the_same_with_and_without_nixl(tmp_path: Path) -> None:
     pytest.importorskip(nixl_package())
     plain, by_plugin = PosixStorage(tmp_path, NAMESPACE), through_nixl(tmp_path)
-    assert plain.write(KEYS[:2], BLOCKS[:2]) == 2
-    assert by_plugin.write(KEYS, BLOCKS) == 1
+    assert plain.write(KEYS[:2], BLOCKS[:2]).new == 2
+    assert by_plugin.write(KEYS, BLOCKS).new == 1
     assert reads_all(plain)
     assert reads_all(by_plugin)
     names = [info.name for info in open_tree(f"nixl+gds://{tmp_path}").objects("")]
@@ -88,5 +88,5 @@ def test_without_plugins_the_error_names_the_directory(tmp_path: Path) -> None:
 
 def test_lengths_are_stored_in_the_directory_also_with_a_plugin(tmp_path: Path) -> None:
     by_plugin = open_storage(f"nixl+gds://{tmp_path}", NAMESPACE, mode=Mode.ORACLE)
-    assert by_plugin.write(KEYS, BLOCKS) == 3
+    assert by_plugin.write(KEYS, BLOCKS).new == 3
     assert open_storage(tmp_path, NAMESPACE, mode=Mode.ORACLE).is_stored(KEYS[0])

@@ -22,7 +22,7 @@ from dualpath.core.blocks import (
     StoreNamespace,
 )
 from dualpath.core.errors import ConfigError
-from dualpath.storage.contract import DeclinedError
+from dualpath.storage.contract import DeclinedError, WriteOutcome
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 from dualpath.storage.sealed_blocks import KeyRing
@@ -105,9 +105,8 @@ def test_declined_and_missing_blocks_are_not_cached_in_dram(tmp_path: Path) -> N
             keys: Sequence[BlockKey],
             sources: Sequence[memoryview],
             origin: BlockOrigin = UNKNOWN_ORIGIN,
-        ) -> int:
-            super().write(keys[:1], sources[:1], origin)
-            raise DeclinedError("quota", stored=1, new=1)
+        ) -> WriteOutcome:
+            raise DeclinedError("quota", super().write(keys[:1], sources[:1], origin))
 
     storage = NodeDramStorage(Declines(NAMESPACE), NodeDram(tmp_path, NAMESPACE, 8 * FILE_BYTES))
     keys = [key_of(number) for number in range(3)]

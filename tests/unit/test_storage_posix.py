@@ -133,7 +133,7 @@ def test_a_block_name_that_is_not_a_file_does_not_block_and_is_replaced(
     assert storage.read(KEYS[0], into).reason in ("not a file", "missing")
     if not os.path.lexists(path):
         make(path)
-    assert storage.write(KEYS[:1], DATA[:1]) == 1
+    assert storage.write(KEYS[:1], DATA[:1]).new == 1
     assert storage.read(KEYS[0], into).is_good
     assert into == DATA[0]
 
@@ -144,10 +144,10 @@ def test_a_non_empty_folder_at_a_blocks_name_is_not_removed(
     path = storage.block_path(KEYS[0])
     path.mkdir(parents=True)
     (path / "mine").write_bytes(b"")
-    assert storage.write(KEYS[:1], DATA[:1]) == 0
+    assert storage.write(KEYS[:1], DATA[:1]).new == 0
     assert (path / "mine").exists()
     assert temporary_files(storage) == []
-    assert storage.write(KEYS[1:], DATA[1:]) == 3
+    assert storage.write(KEYS[1:], DATA[1:]).new == 3
 
 
 def test_kv_is_for_the_user_and_the_group_whatever_the_umask(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_device_that_refuses_a_write_leaves_earlier_blocks_whole(storage: Posi
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert stored_head(storage, KEYS) == 1
     assert temporary_files(storage) == []
-    assert storage.write(KEYS, DATA) == 3
+    assert storage.write(KEYS, DATA).new == 3
 
 
 def test_a_look_up_that_fails_raises(storage: PosixStorage) -> None:
@@ -206,7 +206,7 @@ def test_a_namespace_removed_during_writes_is_created_again(storage: PosixStorag
     storage.write(KEYS[:1], DATA[:1])
     shutil.rmtree(storage.path)
     assert stored_head(storage, KEYS) == 0
-    assert storage.write(KEYS, DATA) == len(KEYS)
+    assert storage.write(KEYS, DATA).new == len(KEYS)
     assert stored_head(storage, KEYS) == len(KEYS)
     assert (storage.path / "namespace.json").exists()
 
@@ -219,7 +219,7 @@ def test_a_lost_root_is_not_created_again_and_works_when_it_is_back(tmp_path: Pa
         storage.write(KEYS[:1], DATA[:1])
     assert not root.exists()
     away.rename(root)
-    assert storage.write(KEYS[:1], DATA[:1]) == 1
+    assert storage.write(KEYS[:1], DATA[:1]).new == 1
 
 
 def test_another_file_system_under_the_roots_name_is_not_filled(
@@ -254,7 +254,7 @@ storage.write(KEYS[1:], DATA[1:])
 
     assert temporary_files(survivor) == []
     assert stored_head(survivor, KEYS) == 1
-    assert survivor.write(KEYS, DATA) == 3
+    assert survivor.write(KEYS, DATA).new == 3
 
 
 def test_temporary_files_of_live_and_foreign_writers_are_not_removed(
@@ -276,8 +276,8 @@ def test_without_hard_links_a_block_still_appears_whole(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_hard_links)
-    assert storage.write(KEYS, DATA) == 4
-    assert storage.write(KEYS, DATA) == 0
+    assert storage.write(KEYS, DATA).new == 4
+    assert storage.write(KEYS, DATA).new == 0
     assert temporary_files(storage) == []
 
 
@@ -289,13 +289,13 @@ def test_a_temporary_file_that_could_not_be_removed_is_removed_later(
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "unlink", refusing)
-        assert storage.write(KEYS[:1], DATA[:1]) == 1
+        assert storage.write(KEYS[:1], DATA[:1]).new == 1
         broken.setattr(os, "write", refusing)
         with pytest.raises(StorageError, match="Input/output error"):
             storage.write(KEYS[1:2], DATA[1:2])
     assert stored_head(storage, KEYS) == 1
     assert len(temporary_files(storage)) == 2
-    assert storage.write(KEYS, DATA) == 3
+    assert storage.write(KEYS, DATA).new == 3
     assert temporary_files(storage) == []
 
 

@@ -50,7 +50,7 @@ def server() -> Iterator[FaultyS3]:
 def stored(server: FaultyS3, retry_policy: RetryPolicy = QUICK) -> S3Storage:
     """A storage that holds the blocks and reads them one after the other."""
     storage = S3Storage(server.location, NAMESPACE, retry_policy=retry_policy)
-    assert storage.write(KEYS, DATA) == BLOCKS
+    assert storage.write(KEYS, DATA).new == BLOCKS
     server.requests.clear()
     return storage
 
@@ -160,7 +160,7 @@ def test_a_damaged_object_is_removed_and_can_be_written_again(
     outcome = read_run(storage, KEYS, into)
     assert (outcome.good_blocks, outcome.reason) == (1, reason)
     assert stored_head(storage, KEYS) == 1
-    assert storage.write(KEYS, DATA) == 1
+    assert storage.write(KEYS, DATA).new == 1
     assert read_run(storage, KEYS, into).good_blocks == BLOCKS
     assert into == DATA
     storage.close()
@@ -203,14 +203,14 @@ def test_a_look_up_that_fails_once_is_retried_and_one_that_always_fails_raises(
 def test_a_write_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> None:
     storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     server.faults["PUT"] = [fault]
-    assert storage.write(KEYS, DATA) == BLOCKS
+    assert storage.write(KEYS, DATA).new == BLOCKS
     assert read_run(storage, KEYS, destinations()).good_blocks == BLOCKS
     storage.close()
 
 
 def test_a_write_that_always_fails_is_refused_and_the_rest_is_visible(server: FaultyS3) -> None:
     storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
-    assert storage.write(KEYS[:1], DATA[:1]) == 1
+    assert storage.write(KEYS[:1], DATA[:1]).new == 1
     server.faults["PUT"] = [507]
     with pytest.raises(StorageError, match="507 Planned"):
         storage.write(KEYS[:2], DATA[:2])
@@ -221,7 +221,7 @@ def test_a_write_that_always_fails_is_refused_and_the_rest_is_visible(server: Fa
 def test_a_server_without_conditional_writes_gets_unconditional_ones(server: FaultyS3) -> None:
     storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     server.faults["PUT"] = [501]
-    assert storage.write(KEYS, DATA) == BLOCKS
+    assert storage.write(KEYS, DATA).new == BLOCKS
     storage.close()
 
 
@@ -297,7 +297,7 @@ def test_the_setting_opens_it(server: FaultyS3, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     storage = open_storage(f"s3://{BUCKET}/kv", NAMESPACE)
     assert isinstance(storage, S3Storage)
-    assert storage.write(KEYS, DATA) == BLOCKS
+    assert storage.write(KEYS, DATA).new == BLOCKS
     assert all(name.startswith("kv/m_") for name in server.objects)
     storage.close()
     with pytest.raises(ConfigError, match="give a directory"):

@@ -86,7 +86,7 @@ def test_look_ups_and_writes_are_not_throttled() -> None:
     clock = Clock()
     storage = throttled(clock)
     assert stored_head(storage, KEYS) == 10
-    assert storage.write(KEYS, DATA) == 0
+    assert storage.write(KEYS, DATA).new == 0
     assert clock.now_s == 100.0
 
 

@@ -5,6 +5,7 @@ Those that the front end uses are tested by ``test_frontend_vllm_interface.py``.
 
 import inspect
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -149,7 +150,7 @@ def quota_scheduler(measured, monkeypatch):
 
 def test_the_worker_reports_a_changed_time_of_loads_once():
     """It is that of the cluster that the engine has joined; outside a cluster nothing is loaded."""
-    side = object.__new__(WorkerSide)
+    side: Any = object.__new__(WorkerSide)
     side._held, side._reported_load_token_s = HeldBlocks(), 0.0
     side._membership = SimpleNamespace(manager=SimpleNamespace(load_token_s=0.0))
     assert side.take_held_blocks() is None

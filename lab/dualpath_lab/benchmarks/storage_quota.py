@@ -161,7 +161,7 @@ class JanitorStorage:
                     name, encode_header(key, DIGEST, Sections([PAYLOAD]), own) + PAYLOAD
                 )
                 stored.add(name)
-        engine.written(new, origin, BLOCK_BYTES)
+        engine.written(new, origin, [BLOCK_BYTES] * len(new))
         self.written_blocks += count
         return hit
 

@@ -30,7 +30,15 @@ _FUZZ_EPILOG = """\
 dualpath chaos fuzz control --count 1000000
 dualpath chaos fuzz http --count 100000 --endpoint http://127.0.0.1:8000 --pid 4711
 """
-_SUBJECTS = ("http", "control", "traces", "settings", "blocks", "sealed-blocks")
+_SUBJECTS = (
+    "http",
+    "control",
+    "traces",
+    "settings",
+    "blocks",
+    "compressed-blocks",
+    "sealed-blocks",
+)
 _EXIT_FOUND = 1
 
 
@@ -49,7 +57,7 @@ def add_fuzz(actions: "argparse._SubParsersAction[LazyParser]") -> None:
         choices=_SUBJECTS,
         metavar="SUBJECT",
         help="http: requests to an endpoint; control: frames to a control address; traces, "
-        "settings, blocks and sealed-blocks: files",
+        "settings, blocks, compressed-blocks and sealed-blocks: files",
     )
     parser.add_argument("--count", type=int, default=10_000, metavar="N", help="number of inputs")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the inputs")
@@ -114,6 +122,10 @@ def _subject(args: argparse.Namespace) -> "Subject":
         from dualpath_lab.faults.fuzz.files import BlockSubject
 
         return BlockSubject()
+    if args.subject == "compressed-blocks":
+        from dualpath_lab.faults.fuzz.compressed_blocks import CompressedBlockSubject
+
+        return CompressedBlockSubject()
     from dualpath_lab.faults.fuzz.sealed_blocks import SealedBlockSubject
 
     return SealedBlockSubject()

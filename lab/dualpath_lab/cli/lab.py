@@ -77,6 +77,10 @@ BENCHMARKS = {
         "a storage's janitor: hits compared with an ideal LRU, its CPU time, its start",
         f"{_BENCHMARKS}.storage_quota:STORAGE_QUOTA",
     ),
+    "storage-codec": Entry(
+        "compression of stored blocks: ratio and rates of one core",
+        f"{_BENCHMARKS}.storage_codec:STORAGE_CODEC",
+    ),
     "sealed-cpu": Entry(
         "CPU time of authenticating and encrypting blocks",
         f"{_BENCHMARKS}.sealed_blocks:SEALED_CPU",

@@ -95,7 +95,7 @@ EXTRAS = (
     ),
     Extra(
         "zstd",
-        "agent traces compressed with Zstandard",
+        "agent traces and stored blocks (`storage_codec`) compressed with Zstandard",
         ("backports.zstd>=1",),
         ("backports",),
     ),

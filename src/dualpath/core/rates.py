@@ -3,12 +3,15 @@
 import enum
 import math
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 #: Upper bound of ``Rates.computed_weight``: more tokens than any context has.
 MAX_COMPUTED_WEIGHT = 1e9
+#: Share of the cores' measured rates that compression may take: the engine needs them as well.
+CODEC_CPU_SHARE = 0.5
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 ComputedWeight = Annotated[float, msgspec.Meta(ge=1, le=MAX_COMPUTED_WEIGHT)]
 
 
@@ -87,15 +90,40 @@ def fitted_recompute_weight(
     return RecomputeWeight(head * tokens_per_s, slope * tokens_per_s)
 
 
+class StorageCodec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Whether an engine compresses the blocks that it writes, and the numbers behind the choice.
+
+    ``codec`` is off or zstd, ``reason`` why.  Of a sample with the engine's geometry: KV is
+    ``ratio`` times as large as its stored bytes; the engine's writers compress and its readers
+    decompress so many bytes of KV per second if they do nothing else.  ``storage_bytes_per_s`` is
+    the rate of reads of plain blocks, None if it was not measured.  Numbers that were not measured
+    are 0.
+    """
+
+    codec: Literal["off", "zstd"]
+    reason: Annotated[str, msgspec.Meta(max_length=500)]
+    ratio: NotNegative = 0.0
+    compress_bytes_per_s: NotNegative = 0.0
+    decompress_bytes_per_s: NotNegative = 0.0
+    storage_bytes_per_s: NotNegative | None = None
+
+    def kv_bytes_per_s(self, storage_bytes_per_s: float) -> float:
+        """Return the rate at which KV is read from a storage of this rate, compressed."""
+        usable_bytes_per_s = self.decompress_bytes_per_s * CODEC_CPU_SHARE
+        return min(storage_bytes_per_s * self.ratio, usable_bytes_per_s)
+
+
 class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rates of an engine, None if unknown.
 
     ``read_bytes`` from storage while no other engine of the node reads; ``prefill_tokens`` of
     prompts, hits included, measured with ``computed_weight`` ≥ 1 prompt tokens per computed token.
     ``recompute_weight`` is that of a token which is recomputed in place of a read.
+    ``read_bytes`` are bytes of KV; ``storage_codec`` is None if the setting of this name is off.
     """
 
     read_bytes: Rate | None = None
     prefill_tokens: Rate | None = None
     computed_weight: float | None = None
     recompute_weight: RecomputeWeight | None = None
+    storage_codec: StorageCodec | None = None

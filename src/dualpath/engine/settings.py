@@ -18,6 +18,7 @@ from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.core.names import name_problem
 from dualpath.core.settings import Setting, Settings, declared, nearest, refuse_empty_secret
 from dualpath.node.home import with_home
+from dualpath.storage.compression import CodecName
 from dualpath.storage.quotas import StorageLimits
 from dualpath.storage.sealed_blocks import STORAGE_KEY_VARIABLE
 from dualpath.transport.ucx_config import check_engine_config
@@ -95,6 +96,7 @@ class StorageLimitSettings(Settings, frozen=True, kw_only=True):
 
 #: Measured with ``dualpath lab bench data-plane``: 4 reads do not saturate the device.
 DEFAULT_PARALLEL_READS = 16
+DEFAULT_PARALLEL_WRITES = 4
 
 #: Values of ``profile`` that are not files.
 PROFILE_AUTO, PROFILE_OFF = "auto", "off"
@@ -127,6 +129,14 @@ StorageProtection = Annotated[
     Setting(
         "protection of stored blocks against forgery (authenticated), and also against reading "
         "(encrypted); both need a storage key; auto: encrypted with a storage key, else none"
+    ),
+]
+StorageCodecSetting = Annotated[
+    CodecName,
+    Setting(
+        "lossless compression of the blocks that are written to storage; zstd: on, needs the "
+        "package backports.zstd; auto: on where a probe at start finds that reads become faster "
+        "and writes no slower; compressed blocks are read with any value"
     ),
 ]
 EngineMode = Annotated[Mode, Setting("how KV is loaded; must equal the router's")]
@@ -246,6 +256,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     cluster_secret_file: SecretFile = ""
     storage_key_file: StorageKeyFile = ""
     storage_protection: StorageProtection = "auto"
+    storage_codec: StorageCodecSetting = "off"
     mode: EngineMode = DEFAULT_MODE
     node: Annotated[
         str, Setting("engines of one node share a storage NIC; empty: a node of its own")
@@ -269,7 +280,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     )
     parallel_writes: Annotated[
         int, Setting("requests that are written to storage at a time", ge=1)
-    ] = 4
+    ] = DEFAULT_PARALLEL_WRITES
     storage_write_share: Annotated[
         float,
         Setting(
@@ -377,6 +388,8 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
                 f"{{dram_dir}} is {self.dram_dir!r} and {{dram_bytes}} is 0; set how much DRAM the "
                 "engines share there"
             )
+        if self.storage_codec == "zstd" and (why := self.codec_refusal) is not None:
+            raise ConfigError(f"{{storage_codec}} is zstd, and {why}; set it to off")
         check_engine_config(self.nixl_engine_config)
 
     def of_rank(self, rank: int, nearest: str) -> "EngineSettings":
@@ -401,6 +414,18 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         """Whether settings of this engine limit the storage or its writes."""
         limited = self.limits.any or self.storage_write_twice or self.storage_write_bytes_per_s > 0
         return limited and self.mode.moves_bytes
+
+    @property
+    def codec_refusal(self) -> str | None:
+        """Why blocks of this engine cannot be compressed, None if they can be."""
+        if not self.mode.moves_bytes:
+            return f"mode {self.mode.value} stores no KV"
+        if self.storage.startswith("nixl+"):
+            return (
+                f"{self.storage.partition('://')[0]}:// is for storage that is faster than "
+                "compression, and has not been run with compressed blocks"
+            )
+        return None
 
     def buffer_slots(self, geometry: BlockGeometry) -> int:
         """Number of slots of the buffer."""

@@ -285,6 +285,8 @@ def engine_extra_config(
         extra["storage_key_file"] = str(Path(settings.storage_key_file).absolute())
     if settings.storage_protection != "auto":
         extra["storage_protection"] = settings.storage_protection
+    if settings.storage_codec != "off":
+        extra["storage_codec"] = settings.storage_codec
     if settings.transport != "auto":
         extra["transport"] = settings.transport
     if settings.nixl_engine_config:

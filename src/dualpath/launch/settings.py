@@ -25,6 +25,7 @@ from dualpath.engine.settings import (
     Rollouts,
     SnicRate,
     Storage,
+    StorageCodecSetting,
     StorageKeyFile,
     StorageProtection,
     StorageQuota,
@@ -80,6 +81,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     storage: Storage
     storage_key_file: StorageKeyFile = ""
     storage_protection: StorageProtection = "auto"
+    storage_codec: StorageCodecSetting = "off"
     mode: EngineMode = DEFAULT_MODE
     host: Host = "127.0.0.1"
     port: Port = 8000

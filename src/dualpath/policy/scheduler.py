@@ -34,9 +34,9 @@ are recomputed (``policy.read_side``); len_r at the DE is its prompt and, at mos
 *Reads* are planned when a request is assigned, with the blocks that its engines were believed to
 cache when it was submitted.  Until its DE has granted the slots, these may have been evicted: then
 the reads are planned again, as if the request had no read and no computation on its account yet.
-Its engines stay.  The same is done where hits were to be recomputed.  Third DEs are chosen then, not
-at the assignment: while a request waits for slots their reading queues would have what may never be
-read.
+Its engines stay.  The same is done where hits were to be recomputed.  Third DEs are chosen then,
+not at the assignment: while a request waits for slots their reading queues would have what may
+never be read.
 
 *A request that is moved* to another DE, once its prompt is computed, counts at both DEs until the
 move is over.  The other DE takes it at once or not at all, and not before requests that wait for a

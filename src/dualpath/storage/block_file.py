@@ -28,21 +28,25 @@ from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockGeometry, BlockKey, BlockO
 # offset bytes field
 # ====== ===== =========================================================
 # 0      8     magic ``DUALPATH``
-# 8      4     format version: 2 plain, 3 sealed
+# 8      4     format version: 2 plain, 3 sealed, 4 compressed, 5 compressed and sealed
 # 12     4     bytes of this header (4096)
-# 16     8     payload length in bytes, head and tail
+# 16     8     payload length in bytes as stored, head and tail
 # 24     32    block key
 # 56     16    namespace digest, ASCII
 # 72     16    XXH3-128 of the payload's head; its tag in a sealed block
 # 88     32    key of the block before it in its chain, zero if not known
 # 120    16    tenant tag, ASCII, zero if there is none
-# 136    8     bytes of the payload's tail
+# 136    8     bytes of the payload's tail as stored
 # 144    16    XXH3-128 of the payload's tail; its tag in a sealed block
 # 160    16    XXH3-128 of bytes 0..159
 # 176    4     sealed: 1 authenticated, 2 encrypted
 # 180    8     sealed: name of the storage key
 # 188    32    sealed: random bytes from which the block's own key is derived
 # 220    16    sealed: XXH3-128 of bytes 176..219
+# 236    4     compressed: codec, 1 (``storage.compression``)
+# 240    8     compressed: payload length before compression, head and tail
+# 248    8     compressed: bytes of the payload's tail before compression
+# 256    16    compressed: XXH3-128 of bytes 236..255
 # ====== ===== =========================================================
 #
 # The header is never encrypted, so that the janitor needs no storage key.  Nothing here does I/O.
@@ -52,7 +56,11 @@ log = logging.getLogger(__name__)
 HEADER_BYTES = 4096
 PLAIN_VERSION = 2
 SEALED_VERSION = 3
-VERSIONS = (PLAIN_VERSION, SEALED_VERSION)
+COMPRESSED_VERSION = 4
+SEALED_COMPRESSED_VERSION = 5
+VERSIONS = (PLAIN_VERSION, SEALED_VERSION, COMPRESSED_VERSION, SEALED_COMPRESSED_VERSION)
+_SEALED = (SEALED_VERSION, SEALED_COMPRESSED_VERSION)
+_COMPRESSED = (COMPRESSED_VERSION, SEALED_COMPRESSED_VERSION)
 CHECKSUM_BYTES = 16
 _MAGIC = b"DUALPATH"
 #: A ``tenant_tag``.
@@ -60,6 +68,8 @@ _TENANT = re.compile(r"[0-9a-f]{16}")
 _FIELDS = struct.Struct("<8sIIQ32s16s16s32s16sQ16s")
 _SEAL = struct.Struct("<I8s32s")
 _SEAL_AT = _FIELDS.size + CHECKSUM_BYTES
+_COMPRESSION = struct.Struct("<IQQ")
+_COMPRESSION_AT = _SEAL_AT + _SEAL.size + CHECKSUM_BYTES
 #: Offsets of the payload's checksums (of its tags in a sealed block).
 _HEAD_SUM, _TAIL_SUM = slice(72, 88), slice(144, 160)
 _VERSION = struct.Struct("<8xII")
@@ -75,10 +85,21 @@ class Seal(msgspec.Struct, frozen=True):
     salt: bytes
 
 
-class BlockHeader(msgspec.Struct, frozen=True):
-    """A decoded header; the checksums have 16 bytes and are GCM tags in a sealed block."""
+class Compression(msgspec.Struct, frozen=True):
+    """How a block is compressed: the codec's number, and its lengths before compression."""
 
-    version: int
+    codec: int
+    payload_bytes: int
+    tail_bytes: int
+
+
+class BlockHeader(msgspec.Struct, frozen=True):
+    """A decoded header; the checksums have 16 bytes and are GCM tags in a sealed block.
+
+    ``payload_bytes`` and ``tail_bytes`` are lengths as stored, and the checksums are those of the
+    stored bytes.
+    """
+
     key: BlockKey
     payload_bytes: int
     tail_bytes: int
@@ -87,6 +108,14 @@ class BlockHeader(msgspec.Struct, frozen=True):
     tail_checksum: bytes
     origin: BlockOrigin
     seal: Seal | None = None
+    compression: Compression | None = None
+
+    @property
+    def version(self) -> int:
+        """The format version."""
+        if self.compression is None:
+            return PLAIN_VERSION if self.seal is None else SEALED_VERSION
+        return COMPRESSED_VERSION if self.seal is None else SEALED_COMPRESSED_VERSION
 
 
 def packed_header(header: BlockHeader) -> bytes:
@@ -110,6 +139,9 @@ def packed_header(header: BlockHeader) -> bytes:
     )
     if (seal := header.seal) is not None:
         raw += _checked(_SEAL.pack(seal.kind, seal.key_id, seal.salt))
+    if (how := header.compression) is not None:
+        raw = raw.ljust(_COMPRESSION_AT, b"\0")
+        raw += _checked(_COMPRESSION.pack(how.codec, how.payload_bytes, how.tail_bytes))
     return raw.ljust(HEADER_BYTES, b"\0")
 
 
@@ -119,16 +151,21 @@ def decode_header(raw: memoryview | bytes) -> BlockHeader | None:
         return None
     fields = _FIELDS.unpack(bytes(raw[: _FIELDS.size]))
     _, version, _, length, key, digest, head_sum, parent, tenant, tail, tail_sum = fields
-    seal = None
-    if version == SEALED_VERSION:
+    seal = compression = None
+    if version in _SEALED:
         if not _is_checked(raw, _SEAL_AT, _SEAL.size):
             return None
         seal = Seal(*_SEAL.unpack(bytes(raw[_SEAL_AT : _SEAL_AT + _SEAL.size])))
+    if version in _COMPRESSED:
+        if not _is_checked(raw, _COMPRESSION_AT, _COMPRESSION.size):
+            return None
+        compression = Compression(*_COMPRESSION.unpack_from(raw, _COMPRESSION_AT))
     tag = tenant.decode("ascii", "replace")
     # Whoever wrote the block chose the tag; another text would end up in tables and logs.
     origin = BlockOrigin(parent if any(parent) else b"", tag if _TENANT.fullmatch(tag) else "")
     digest_text = digest.decode("ascii", "replace")
-    return BlockHeader(version, key, length, tail, digest_text, head_sum, tail_sum, origin, seal)
+    sums = (head_sum, tail_sum)
+    return BlockHeader(key, length, tail, digest_text, *sums, origin, seal, compression)
 
 
 def header_version(raw: memoryview | bytes) -> int | None:
@@ -142,13 +179,24 @@ def header_version(raw: memoryview | bytes) -> int | None:
     return None
 
 
+def is_compressed(header: memoryview | bytes) -> bool:
+    """Whether this is the intact header of a compressed block."""
+    return header_version(header) in _COMPRESSED
+
+
 def authenticated_fields(raw: memoryview | bytes) -> bytes:
-    """Return the header bytes that a sealed block's tags authenticate: all except the tags."""
+    """Return the header bytes that a sealed block's tags authenticate: all except the tags.
+
+    Of a compressed block they end with the fields of its compression.
+    """
     content = bytes(raw[: _SEAL_AT + _SEAL.size])
     checks = (_HEAD_SUM, _TAIL_SUM, slice(_FIELDS.size, _SEAL_AT))
     ends = [place.stop for place in checks]
     starts = [*(place.start for place in checks), len(content)]
-    return b"".join(content[start:end] for start, end in zip([0, *ends], starts, strict=True))
+    fields = b"".join(content[start:end] for start, end in zip([0, *ends], starts, strict=True))
+    if is_compressed(raw):
+        fields += bytes(raw[_COMPRESSION_AT : _COMPRESSION_AT + _COMPRESSION.size])
+    return fields
 
 
 def _checked(fields: bytes) -> bytes:
@@ -237,9 +285,13 @@ NOT_AUTHENTIC = "not authentic"
 OTHER_FORMAT = "format version"
 #: A block sealed with a storage key that this process does not have.
 OTHER_STORAGE_KEY = "storage key"
+#: A block of a codec that this process does not know, or whose library is not installed.
+OTHER_CODEC = "codec"
+#: A compressed block whose content cannot be decompressed, or is not what was compressed.
+DECOMPRESSION = "decompression"
 #: The block may be intact but this process cannot read it: a read does not remove it, so that a
 #: process with wrong keys destroys nothing.  It counts as absent, and a write replaces it.
-UNREADABLE_HERE = frozenset({OTHER_FORMAT, OTHER_STORAGE_KEY})
+UNREADABLE_HERE = frozenset({OTHER_FORMAT, OTHER_STORAGE_KEY, OTHER_CODEC})
 
 
 class AbsentReports:
@@ -279,11 +331,16 @@ class BlockCodec(Protocol):
         ...
 
     def encoded(
-        self, key: BlockKey, payload: Sections, origin: BlockOrigin = UNKNOWN_ORIGIN
+        self,
+        key: BlockKey,
+        payload: Sections,
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
+        compression: Compression | None = None,
     ) -> list[memoryview]:
-        """Return the file of a block as buffers: its header, then one per buffer of ``payload``.
+        """Return the file of a block as buffers, the header first.
 
-        The buffers are valid until the same thread calls again.
+        ``compression``: how the payload was compressed, None if it was not.  The buffers are valid
+        until the same thread calls again.
         """
         ...
 
@@ -292,6 +349,15 @@ class BlockCodec(Protocol):
 
         ``payload`` has the lengths that the reader expects; a tail that was not read is not
         verified.  Encrypted blocks are decrypted in place, so ``payload`` must be writable.
+        """
+        ...
+
+    def defect_of_compressed(
+        self, key: BlockKey, header: memoryview | bytes, stored: Sections
+    ) -> str | None:
+        """Return the defect of a compressed block as it is stored, None if it is valid.
+
+        ``stored`` is decrypted in place and not decompressed into anything.
         """
         ...
 
@@ -337,18 +403,29 @@ class PlainBlocks:
 
     def unreadable(self, header: memoryview | bytes) -> str | None:
         """Compare the format version."""
-        return None if header_version(header) in (None, PLAIN_VERSION) else OTHER_FORMAT
+        readable = header_version(header) in (None, PLAIN_VERSION, COMPRESSED_VERSION)
+        return None if readable else OTHER_FORMAT
 
     def encoded(
-        self, key: BlockKey, payload: Sections, origin: BlockOrigin = UNKNOWN_ORIGIN
+        self,
+        key: BlockKey,
+        payload: Sections,
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
+        compression: Compression | None = None,
     ) -> list[memoryview]:
         """Return header and payload."""
-        header = encode_header(key, self._digest, payload, origin)
+        header = encode_header(key, self._digest, payload, origin, compression)
         return [memoryview(header), *payload.buffers]
 
     def defect(self, key: BlockKey, header: memoryview | bytes, payload: Sections) -> str | None:
         """Compare checksums; the payload may be read-only."""
         return defect(key, self._digest, header, payload)
+
+    def defect_of_compressed(
+        self, key: BlockKey, header: memoryview | bytes, stored: Sections
+    ) -> str | None:
+        """Compare the checksums of the stored bytes."""
+        return PlainVerifier(self._digest, stored, compressed=True).defect(key, header)
 
     def verifier(self, payload: Sections) -> BlockVerifier:
         """Compute the checksums while the block is being read."""
@@ -358,9 +435,12 @@ class PlainBlocks:
 class PlainVerifier:
     """See ``BlockVerifier``: computes a plain block's checksums incrementally, in file order."""
 
-    def __init__(self, namespace_digest: str, payload: Sections) -> None:
+    def __init__(
+        self, namespace_digest: str, payload: Sections, *, compressed: bool = False
+    ) -> None:
         self._digest = namespace_digest
         self._payload = payload
+        self._compressed = compressed
         self._head, self._tail = xxhash.xxh3_128(), xxhash.xxh3_128()
         self._waiting = deque(
             (hasher, memoryview(buffer))
@@ -375,10 +455,12 @@ class PlainVerifier:
 
     def defect(self, key: BlockKey, header: memoryview | bytes) -> str | None:
         """Hash the rest and compare."""
-        found = header_asked_for(key, self._digest, header, self._payload)
+        found = header_asked_for(
+            key, self._digest, header, self._payload, compressed=self._compressed
+        )
         if isinstance(found, str):
             return found
-        if found.version != PLAIN_VERSION:
+        if found.seal is not None:
             return OTHER_FORMAT
         self._hash_until(self._payload.size_bytes)
         if found.head_checksum != self._head.digest():
@@ -412,8 +494,9 @@ def encode_header(
     namespace_digest: str,
     payload: Sections,
     origin: BlockOrigin = UNKNOWN_ORIGIN,
+    compression: Compression | None = None,
 ) -> bytes:
-    """Return the 4096 header bytes of a plain block.
+    """Return the 4096 header bytes of a block that is not sealed.
 
     Raises ``ValueError`` unless the key has 32 bytes and the digest 16 characters.
     """
@@ -421,7 +504,7 @@ def encode_header(
     sizes = (payload.size_bytes, Sections(tail).size_bytes)
     sums = (checksum(payload.head), checksum(tail))
     return packed_header(
-        BlockHeader(PLAIN_VERSION, key, *sizes, namespace_digest, *sums, origin=origin)
+        BlockHeader(key, *sizes, namespace_digest, *sums, origin, compression=compression)
     )
 
 
@@ -433,12 +516,22 @@ def defect(
 
 
 def header_asked_for(
-    key: BlockKey, namespace_digest: str, header: memoryview | bytes, payload: Sections
+    key: BlockKey,
+    namespace_digest: str,
+    header: memoryview | bytes,
+    payload: Sections,
+    *,
+    compressed: bool = False,
 ) -> BlockHeader | str:
-    """Return the header of the expected block, or the reason why the header does not match."""
+    """Return the header of the expected block, or the reason why the header does not match.
+
+    A block is expected to be compressed or not: compressed bytes must never pass as KV.
+    """
     found = decode_header(header)
     if found is None:
         return BAD_HEADER if header_version(header) in (None, *VERSIONS) else OTHER_FORMAT
+    if (found.compression is not None) != compressed:
+        return OTHER_FORMAT
     if found.key != key:
         return WRONG_KEY
     if found.namespace_digest != namespace_digest:
@@ -449,6 +542,42 @@ def header_asked_for(
     return found if sizes == (Sections(head).size_bytes, tail_bytes) else WRONG_LENGTH
 
 
+def stored_bytes(header: memoryview | bytes, payload: Sections) -> int:
+    """Return how many bytes behind a block's header ``payload`` takes in its file.
+
+    A compressed block takes fewer bytes than ``payload``, as its header states; all others take as
+    many.
+    """
+    if is_compressed(header) and (found := decode_header(header)) is not None:
+        return found.payload_bytes - (found.tail_bytes if payload.tail is None else 0)
+    return payload.size_bytes
+
+
+def first_of(buffers: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
+    """Return the first ``size_bytes`` of buffers, or all of them."""
+    found = []
+    for buffer in buffers:
+        found.append(buffer[:size_bytes])
+        size_bytes -= found[-1].nbytes
+        if size_bytes <= 0:
+            break
+    return found
+
+
+def needs_more(
+    header: memoryview | bytes, payload: Sections, asked_bytes: int, arrived_bytes: int
+) -> bool:
+    """Whether a read of ``asked_bytes`` behind the header ended before the block's last byte."""
+    cut = asked_bytes < payload.size_bytes and arrived_bytes >= asked_bytes
+    return cut and asked_bytes < stored_bytes(header, payload)
+
+
+def payload_bytes_of(header: memoryview | bytes, default: int) -> int:
+    """Return the payload bytes of a stored block, ``default`` if its header is damaged."""
+    found = decode_header(header)
+    return default if found is None else found.payload_bytes
+
+
 def defect_of_length(
     verifier: BlockVerifier,
     key: BlockKey,
@@ -457,10 +586,13 @@ def defect_of_length(
     arrived_bytes: int,
 ) -> str | None:
     """Return the defect of a block with ``arrived_bytes`` of payload read, None if valid."""
-    if arrived_bytes >= payload.size_bytes:
+    if arrived_bytes >= min(stored_bytes(header, payload), payload.size_bytes):
         return verifier.defect(key, header)
     # A block of another format version may be shorter than one of this version.
-    return OTHER_FORMAT if header_version(header) not in (None, *VERSIONS) else SHORT
+    if header_version(header) not in (None, *VERSIONS):
+        return OTHER_FORMAT
+    # With a damaged header it may be a compressed block, which is complete.
+    return BAD_HEADER if arrived_bytes > 0 and decode_header(header) is None else SHORT
 
 
 def defect_of_file(codec: BlockCodec, key: BlockKey, content: bytes) -> str | None:
@@ -469,4 +601,6 @@ def defect_of_file(codec: BlockCodec, key: BlockKey, content: bytes) -> str | No
     found = decode_header(header)
     head_bytes = max(payload.nbytes - (0 if found is None else found.tail_bytes), 0)
     sections = Sections([payload[:head_bytes]], [payload[head_bytes:]])
+    if found is not None and found.compression is not None:
+        return codec.defect_of_compressed(key, header, sections)
     return codec.defect(key, header, sections)

@@ -1,6 +1,6 @@
 """The interface of every storage backend; ``tests/contract`` tests all backends against it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -51,6 +51,8 @@ def _flat(geometry: BlockGeometry, buffer: memoryview, *, writable: bool) -> mem
 class ReadOutcome(msgspec.Struct, frozen=True):
     """Result of reading a Full Block; ``bytes_read`` counts the payload bytes read.
 
+    Of a compressed block these are the stored bytes, those on the wire.
+
     ``reason`` is None if the block was read completely and verified.  Otherwise it is the failure
     ("missing", "short", "wrong key", "checksum", "read error: …"), and the destination holds
     undefined bytes.  ``from_dram``: the block was read from the node's own memory, not over the
@@ -72,18 +74,43 @@ class ReadOutcome(msgspec.Struct, frozen=True):
         return 0 if self.from_dram else self.bytes_read
 
 
+class WriteOutcome(msgspec.Struct, frozen=True):
+    """Result of writing Full Blocks: how many were ``new``, and the bytes that each one takes.
+
+    ``payload_bytes`` are those behind the header as the block is stored, fewer than the Full Block
+    has if it is compressed.  They include blocks that were stored before.
+    """
+
+    new: int = 0
+    payload_bytes: tuple[int, ...] = ()
+
+    @property
+    def stored(self) -> int:
+        """Number of blocks that are stored now."""
+        return len(self.payload_bytes)
+
+    def plus(self, other: "WriteOutcome") -> "WriteOutcome":
+        """Return the outcome of both writes."""
+        return WriteOutcome(self.new + other.new, self.payload_bytes + other.payload_bytes)
+
+
+def all_written(blocks: Iterable[tuple[bool, int]]) -> WriteOutcome:
+    """Return the outcome of a write from whether each block was new, and its payload bytes."""
+    found = list(blocks)
+    return WriteOutcome(sum(new for new, _ in found), tuple(size for _, size in found))
+
+
 class DeclinedError(StorageError):
     """A quota or filter declined some blocks of a write.
 
-    The first ``stored`` blocks are stored, ``new`` of them by this write.  ``reason`` is a
+    ``outcome`` is that of the first blocks, which are stored.  ``reason`` is a
     ``write_gate.Refusal``.
     """
 
-    def __init__(self, reason: str, stored: int, new: int) -> None:
+    def __init__(self, reason: str, outcome: WriteOutcome) -> None:
         super().__init__(f"new blocks are declined ({reason}); see the storage's quota and filters")
         self.reason = reason
-        self.stored = stored
-        self.new = new
+        self.outcome = outcome
 
 
 class BlockStorage(Protocol):
@@ -92,8 +119,8 @@ class BlockStorage(Protocol):
     Blocks are immutable: equal keys mean equal content, so a second write of a key is a no-op.
     Writes are atomic: a block is visible either completely or not at all, also after a crash of
     the writer.  Every read verifies key, length and checksum.  A corrupt block is removed, so that
-    it can be written again.  A block of another format version, or sealed with a storage key that
-    is not here, is neither read nor removed, but a write replaces it.  All methods are
+    it can be written again.  A block of another format version or codec, or sealed with a storage
+    key that is not here, is neither read nor removed, but a write replaces it.  All methods are
     thread-safe; a caller that wants several blocks in parallel (an engine's read queue) reads from
     several threads.
     """
@@ -127,8 +154,8 @@ class BlockStorage(Protocol):
         keys: Sequence[BlockKey],
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
-    ) -> int:
-        """Write the blocks, each one atomically; return how many were new.
+    ) -> WriteOutcome:
+        """Write the blocks, each one atomically.
 
         ``origin`` is the origin of the run of blocks: if it has a parent, the blocks are
         consecutive in one chain and the parent precedes the first of them.

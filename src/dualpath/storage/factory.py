@@ -11,6 +11,7 @@ from dualpath.core.blocks import StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.node.home import with_home
+from dualpath.storage.compression import Compressor
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.objects import MemoryObjects, ObjectTree, PosixObjects
@@ -111,6 +112,7 @@ def open_storage(
     direct_io: DirectIo = "auto",
     sync: bool = False,
     keys: "KeyRing | None" = None,
+    compressor: Compressor | None = None,
     open_plugin: OpenPlugin = refuse_plugins,
 ) -> BlockStorage:
     """Open the storage at ``location``: a path or a URL.
@@ -122,6 +124,7 @@ def open_storage(
     ``read_bytes_per_s`` throttles reads to a SNIC's rate (None: unthrottled).  In ``Mode.ORACLE``
     the storage is a directory of block lengths, apart from real blocks.  ``direct_io`` and
     ``sync``: see ``PosixStorage``; ``keys``: storage keys of a namespace with sealed blocks.
+    ``compressor`` compresses written blocks, None leaves them as they are.
 
     Raises ``ConfigError`` for an unknown scheme, an unusable directory, bucket or plugin.
     """
@@ -134,11 +137,17 @@ def open_storage(
     if scheme == MEMORY:
         storage = memory_storage(rest, namespace, keys)
     elif scheme == BUCKET:
-        storage = S3Storage(_bucket(rest), namespace, keys=keys)
+        storage = S3Storage(_bucket(rest), namespace, keys=keys, compressor=compressor)
     else:
         reader = open_plugin(plugin) if (plugin := FILE_PLUGINS.get(scheme)) else None
         storage = PosixStorage(
-            rest, namespace, direct_io=direct_io, sync=sync, keys=keys, reader=reader
+            rest,
+            namespace,
+            direct_io=direct_io,
+            sync=sync,
+            keys=keys,
+            compressor=compressor,
+            reader=reader,
         )
     return storage if read_bytes_per_s is None else ThrottledStorage(storage, read_bytes_per_s)
 

@@ -13,6 +13,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.storage import block_file, janitor
 from dualpath.storage.block_file import BlockCodec, PlainBlocks
 from dualpath.storage.chain_index import ChainIndex, Rows, chain_uses
+from dualpath.storage.compression import CompressedBlocks
 from dualpath.storage.janitor import BATCH, Removal, Survey, apply_events
 from dualpath.storage.objects import ObjectTree, namespace_of
 from dualpath.storage.posix import object_name
@@ -188,6 +189,6 @@ def _form(tree: ObjectTree, name: str, keys: "KeyRing | None") -> BlockCodec | N
     """Return the codec of a namespace's blocks, None if it needs storage keys that are missing."""
     namespace = namespace_of(tree, name)
     if namespace is None:
-        return PlainBlocks((_DIGEST.findall(name) or [""])[-1])
+        return CompressedBlocks(PlainBlocks((_DIGEST.findall(name) or [""])[-1]))
     sealed = namespace.protection is not msgspec.UNSET
     return None if sealed and keys is None else block_codec(namespace, keys)

@@ -131,12 +131,16 @@ class Journal:
         self._unapplied: dict[int, dict[BlockKey, Written]] = {}
 
     def written(
-        self, keys: Sequence[BlockKey], origins: Sequence[BlockOrigin], size: int, time_s: float
+        self,
+        keys: Sequence[BlockKey],
+        origins: Sequence[BlockOrigin],
+        sizes_bytes: Sequence[int],
+        time_s: float,
     ) -> None:
-        """Record that blocks of ``size`` bytes each were stored."""
+        """Record that blocks of these sizes, with their headers, were stored."""
         events = [
             Written(time_s, key, origin.parent, origin.tenant, size)
-            for key, origin in zip(keys, origins, strict=True)
+            for key, origin, size in zip(keys, origins, sizes_bytes, strict=True)
         ]
         with self._lock:
             self._events += events

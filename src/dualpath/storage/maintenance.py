@@ -13,7 +13,13 @@ import msgspec
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, TenantTag
 from dualpath.core.errors import StorageError
 from dualpath.storage.block_file import HEADER_BYTES, UNREADABLE_HERE
-from dualpath.storage.contract import BlockStorage, DeclinedError, ReadOutcome, run_origins
+from dualpath.storage.contract import (
+    BlockStorage,
+    DeclinedError,
+    ReadOutcome,
+    WriteOutcome,
+    run_origins,
+)
 from dualpath.storage.janitor import Janitor, Status, read_status
 from dualpath.storage.journal import Journal
 from dualpath.storage.objects import ObjectTree
@@ -110,7 +116,10 @@ class StorageMaintenance:
     def admitted(
         self, keys: Sequence[BlockKey], origin: BlockOrigin, block_bytes: int
     ) -> tuple[int, Refusal | None]:
-        """Return how many leading blocks may be written, and why not all; counts the others."""
+        """Return how many leading blocks may be written, and why not all; counts the others.
+
+        ``block_bytes``: what each of them takes in storage, as far as is known.
+        """
         room = self._room_bytes(origin.tenant)
         with self._lock:
             count, refusal = self._gate.admitted(
@@ -122,9 +131,11 @@ class StorageMaintenance:
                 self._stats.skipped_blocks += len(keys) - count
         return count, refusal
 
-    def written(self, keys: Sequence[BlockKey], origin: BlockOrigin, block_bytes: int) -> None:
-        """Record that blocks were stored."""
-        self.journal.written(keys, run_origins(keys, origin), block_bytes, self._now_s())
+    def written(
+        self, keys: Sequence[BlockKey], origin: BlockOrigin, sizes_bytes: Sequence[int]
+    ) -> None:
+        """Record that blocks of these sizes were stored."""
+        self.journal.written(keys, run_origins(keys, origin), sizes_bytes, self._now_s())
 
     def used(self, key: BlockKey) -> None:
         """Record a use of the chain that ends with this block."""
@@ -169,6 +180,7 @@ class MaintainedStorage(WrappingStorage):
     def __init__(self, inner: BlockStorage, maintenance: StorageMaintenance) -> None:
         super().__init__(inner)
         self.maintenance = maintenance
+        #: What a block takes: the largest one of the last write, and before it a whole one.
         self._block_bytes = HEADER_BYTES + inner.geometry.full_block_bytes
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
@@ -184,14 +196,16 @@ class MaintainedStorage(WrappingStorage):
         keys: Sequence[BlockKey],
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
-    ) -> int:
+    ) -> WriteOutcome:
         """Write the admitted blocks; raises ``DeclinedError`` if some were declined."""
         count, refusal = self.maintenance.admitted(keys, origin, self._block_bytes)
-        new = self.inner.write(keys[:count], sources[:count], origin)
-        self.maintenance.written(keys[:count], origin, self._block_bytes)
+        outcome = self.inner.write(keys[:count], sources[:count], origin)
+        sizes_bytes = [HEADER_BYTES + payload for payload in outcome.payload_bytes]
+        self.maintenance.written(keys[:count], origin, sizes_bytes)
+        self._block_bytes = max(sizes_bytes, default=self._block_bytes)
         if refusal is not None:
-            raise DeclinedError(refusal.value, count, new)
-        return new
+            raise DeclinedError(refusal.value, outcome)
+        return outcome
 
     def used(self, key: BlockKey) -> None:
         """Record the use in the journal."""

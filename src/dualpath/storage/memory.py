@@ -11,7 +11,15 @@ from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNam
 from dualpath.core.errors import StorageError
 from dualpath.storage import block_file
 from dualpath.storage.block_file import FileOrder
-from dualpath.storage.contract import ReadOutcome, check_destination, check_sources, run_origins
+from dualpath.storage.compression import Compressor
+from dualpath.storage.contract import (
+    ReadOutcome,
+    WriteOutcome,
+    all_written,
+    check_destination,
+    check_sources,
+    run_origins,
+)
 from dualpath.storage.sealed_blocks import block_codec
 
 if TYPE_CHECKING:
@@ -34,13 +42,14 @@ class MemoryStorage:
         before_read: BeforeRead | None = None,
         capacity_blocks: int | None = None,
         keys: "KeyRing | None" = None,
+        compressor: Compressor | None = None,
     ) -> None:
         self.parallel_lookups = 1
         self.namespace = namespace
         self.geometry = namespace.geometry
         self.before_read = before_read
         self._capacity_blocks = capacity_blocks
-        self._codec = block_codec(namespace, keys)
+        self._codec = block_codec(namespace, keys, compressor)
         self._order = FileOrder(namespace.geometry)
         self._lock = threading.Lock()
         self._blocks: dict[BlockKey, tuple[bytes, bytes]] = {}
@@ -63,44 +72,46 @@ class MemoryStorage:
         if block is None:
             return ReadOutcome(0, block_file.MISSING)
         header, payload = block
-        arrived = self._order.of(flat, whole=whole)
-        stored = self._order.of(memoryview(payload), whole=whole)
-        for here, there in zip(arrived.buffers, stored.buffers, strict=True):
-            here[:] = there
-        reason = self._codec.defect(key, header, arrived)
+        into = self._order.of(flat, whole=whole)
+        arrived = min(len(payload), block_file.stored_bytes(header, into))
+        done = 0
+        for buffer in into.buffers:
+            piece = payload[done : min(done + buffer.nbytes, arrived)]
+            buffer[: len(piece)] = piece
+            done += len(piece)
+        reason = self._codec.defect(key, header, into)
         if reason is not None and reason not in block_file.UNREADABLE_HERE:
             with self._lock:
                 if self._blocks.get(key) is block:
                     del self._blocks[key]
-        return ReadOutcome(arrived.size_bytes, reason)
+        return ReadOutcome(arrived, reason)
 
     def write(
         self,
         keys: Sequence[BlockKey],
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
-    ) -> int:
+    ) -> WriteOutcome:
         """Store a copy of each new block."""
-        new_blocks = 0
         flat = check_sources(self.geometry, keys, sources)
-        for key, source, own in zip(keys, flat, run_origins(keys, origin), strict=True):
-            header, *stored = self._codec.encoded(key, self._order.of(source), own)
-            payload = bytearray(source.nbytes)
-            for there, part in zip(
-                self._order.of(memoryview(payload)).buffers, stored, strict=True
-            ):
-                there[:] = part
-            with self._lock:
-                if self._is_readable(key):
-                    continue
-                room = self._capacity_blocks is None or len(self._blocks) < self._capacity_blocks
-                if key not in self._blocks and not room:
-                    raise StorageError(
-                        f"storage is full at {self._capacity_blocks} blocks; raise capacity_blocks"
-                    )
-                self._blocks[key] = (bytes(header), bytes(payload))
-                new_blocks += 1
-        return new_blocks
+        blocks = zip(keys, flat, run_origins(keys, origin), strict=True)
+        return all_written(self._write_one(*block) for block in blocks)
+
+    def _write_one(
+        self, key: BlockKey, source: memoryview, origin: BlockOrigin
+    ) -> tuple[bool, int]:
+        header, *stored = self._codec.encoded(key, self._order.of(source), origin)
+        payload = b"".join(stored)
+        with self._lock:
+            if self._is_readable(key):
+                return False, len(self._blocks[key][1])
+            room = self._capacity_blocks is None or len(self._blocks) < self._capacity_blocks
+            if key not in self._blocks and not room:
+                raise StorageError(
+                    f"storage is full at {self._capacity_blocks} blocks; raise capacity_blocks"
+                )
+            self._blocks[key] = (bytes(header), payload)
+        return True, len(payload)
 
     def _is_readable(self, key: BlockKey) -> bool:
         block = self._blocks.get(key)
@@ -113,7 +124,7 @@ class MemoryStorage:
         """Do nothing; the blocks stay."""
 
     def corrupt(self, key: BlockKey, *, offset_bytes: int = 0) -> None:
-        """Flip one payload bit of a stored block; raises ``KeyError`` if it is not stored."""
+        """Flip one bit of a block's stored payload; raises ``KeyError`` if it is not stored."""
         with self._lock:
             header, payload = self._blocks[key]
             damaged = bytearray(payload)

@@ -42,7 +42,15 @@ from dualpath.node.system_calls import (
 )
 from dualpath.storage import block_file
 from dualpath.storage.block_file import HEADER_BYTES, FileOrder, Sections
-from dualpath.storage.contract import ReadOutcome, check_destination, check_sources, run_origins
+from dualpath.storage.compression import Compressor
+from dualpath.storage.contract import (
+    ReadOutcome,
+    WriteOutcome,
+    all_written,
+    check_destination,
+    check_sources,
+    run_origins,
+)
 from dualpath.storage.readers import FileReader, KernelReader
 from dualpath.storage.sealed_blocks import block_codec
 
@@ -390,7 +398,7 @@ def copy_lengths(source: str | Path, root: str | Path) -> int:
         blank = memoryview(bytes(namespace.geometry.full_block_bytes))
         for block in folder.rglob(f"*{BLOCK_SUFFIX}"):
             if key := key_of(block.as_posix()):
-                marked += storage.write([key], [blank])
+                marked += storage.write([key], [blank]).new
     return marked
 
 
@@ -426,10 +434,10 @@ class LengthOnlyStorage:
         keys: Sequence[BlockKey],
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
-    ) -> int:
-        """Mark the blocks as existing."""
+    ) -> WriteOutcome:
+        """Mark the blocks as existing; they take no payload bytes."""
         check_sources(self.geometry, keys, sources)
-        return sum(self._mark(key) for key in keys)
+        return all_written((self._mark(key), 0) for key in keys)
 
     def used(self, key: BlockKey) -> None:
         """Do nothing: this backend does not evict."""
@@ -465,8 +473,9 @@ class PosixStorage:
     ``root``: a directory, created if absent.  ``direct_io``: bypass the page cache; ``"auto"``
     does where the file system allows it.  ``sync``: ``fsync`` each block before it becomes
     visible; without it a power failure may lose or tear recent blocks, which the checksum detects.
-    ``keys``: storage keys of a namespace with sealed blocks.  ``reader``: reads the files,
-    closed with this storage.  ``calls``: system calls.  ``name_of``: see ``NamespaceDirectory``.
+    ``keys``: storage keys of a namespace with sealed blocks.  ``compressor`` compresses written
+    blocks.  ``reader``: reads the files, closed with this storage.  ``calls``: system calls.
+    ``name_of``: see ``NamespaceDirectory``.
 
     Raises ``ConfigError`` for an unusable root, a root that holds another namespace under the
     same name, missing keys of a sealed namespace, or ``direct_io=True`` on a file system without
@@ -481,6 +490,7 @@ class PosixStorage:
         direct_io: DirectIo = "auto",
         sync: bool = False,
         keys: "KeyRing | None" = None,
+        compressor: Compressor | None = None,
         reader: FileReader | None = None,
         calls: SystemCalls = KERNEL,
         name_of: Callable[[BlockKey], str] = block_name,
@@ -488,7 +498,7 @@ class PosixStorage:
         self.parallel_lookups = 1
         self.namespace = namespace
         self.geometry = namespace.geometry
-        self._codec = block_codec(namespace, keys)
+        self._codec = block_codec(namespace, keys, compressor)
         self._order = FileOrder(namespace.geometry)
         self._directory = NamespaceDirectory(Path(root), namespace, BLOCK_SUFFIX, calls, name_of)
         self._calls = calls
@@ -528,34 +538,41 @@ class PosixStorage:
 
     def _read(self, key: BlockKey, header: memoryview, payload: Sections) -> ReadOutcome:
         path = self._directory.block_path(key)
+        wire_bytes = 0
         try:
-            length, verifier = self._read_file(path, header, payload)
+            first_bytes = self._codec.first_bytes(payload)
+            length, verifier = self._read_file(path, header, payload, first_bytes)
+            arrived_bytes = max(length - HEADER_BYTES, 0)
+            if block_file.needs_more(header, payload, first_bytes, arrived_bytes):
+                wire_bytes = arrived_bytes
+                length, verifier = self._read_file(path, header, payload, payload.size_bytes)
         except (FileNotFoundError, NotADirectoryError):
-            return ReadOutcome(0, block_file.MISSING)
+            return ReadOutcome(wire_bytes, block_file.MISSING)
         except NotAFileError:
             self._directory.discard(path, NOT_A_FILE)
-            return ReadOutcome(0, NOT_A_FILE)
+            return ReadOutcome(wire_bytes, NOT_A_FILE)
         except OSError as error:
             logger.warning("read of %s failed: %s", path, error)
-            return ReadOutcome(0, f"read error: {error.strerror}")
+            return ReadOutcome(wire_bytes, f"read error: {error.strerror}")
         payload_bytes = max(length - HEADER_BYTES, 0)
+        wire_bytes += payload_bytes
         reason = block_file.defect_of_length(verifier, key, header, payload, payload_bytes)
         if reason in block_file.UNREADABLE_HERE:
             self._reports.absent(path, reason)
         elif reason is not None:
             self._directory.discard(path, reason)
-        return ReadOutcome(payload_bytes, reason)
+        return ReadOutcome(wire_bytes, reason)
 
     def write(
         self,
         keys: Sequence[BlockKey],
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
-    ) -> int:
+    ) -> WriteOutcome:
         """Persist new blocks one by one; see the contract."""
         flat = check_sources(self.geometry, keys, sources)
         blocks = zip(keys, flat, run_origins(keys, origin), strict=True)
-        return sum(self._write_one(*block) for block in blocks)
+        return all_written(self._write_one(*block) for block in blocks)
 
     def used(self, key: BlockKey) -> None:
         """Do nothing: this backend does not evict."""
@@ -584,22 +601,24 @@ class PosixStorage:
         return possible
 
     def _read_file(
-        self, path: str, header: memoryview, payload: Sections
+        self, path: str, header: memoryview, payload: Sections, payload_bytes: int
     ) -> tuple[int, block_file.BlockVerifier]:
+        """Read the header and the first ``payload_bytes`` behind it."""
         if self._direct and all(map(_is_aligned, payload.buffers)):
+            flags = os.O_RDONLY | os.O_DIRECT
             try:
-                return self._read_head(path, os.O_RDONLY | os.O_DIRECT, header, payload)
+                return self._read_head(path, flags, header, payload, payload_bytes)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-        return self._read_head(path, os.O_RDONLY, header, payload)
+        return self._read_head(path, os.O_RDONLY, header, payload, payload_bytes)
 
     def _read_head(
-        self, path: str, flags: int, header: memoryview, payload: Sections
+        self, path: str, flags: int, header: memoryview, payload: Sections, payload_bytes: int
     ) -> tuple[int, block_file.BlockVerifier]:
         """Return the bytes read, and the verifier of this attempt."""
         verifier = self._codec.verifier(payload)
-        buffers = [header, *payload.buffers]
+        buffers = block_file.first_of([header, *payload.buffers], HEADER_BYTES + payload_bytes)
         descriptor = open_regular(path, flags, self._calls)
         try:
             length = self._reader.fill_from_file(descriptor, buffers, verifier.received)
@@ -609,27 +628,37 @@ class PosixStorage:
 
     def _unreadable(self, key: BlockKey) -> str | None:
         """Return why this process cannot read a stored block, None if it may be able to."""
+        return self._unreadable_header(key, self._header(key))
+
+    def _header(self, key: BlockKey) -> bytes:
+        """Return the header of a stored block, empty if it is missing."""
         path = self._directory.block_path(key)
         try:
-            header = read_content(path, HEADER_BYTES, self._calls)
+            return read_content(path, HEADER_BYTES, self._calls)
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return b""
         except OSError as error:
             raise StorageError(
                 f"cannot read the header of {path}: {error.strerror}; check the file system and "
                 "its permissions"
             ) from error
-        reason = self._codec.unreadable(header)
+
+    def _unreadable_header(self, key: BlockKey, header: bytes) -> str | None:
+        reason = self._codec.unreadable(header) if header else None
         if reason is not None:
-            self._reports.absent(path, reason)
+            self._reports.absent(self._directory.block_path(key), reason)
         return reason
 
-    def _write_one(self, key: BlockKey, source: memoryview, origin: BlockOrigin) -> bool:
+    def _write_one(
+        self, key: BlockKey, source: memoryview, origin: BlockOrigin
+    ) -> tuple[bool, int]:
+        """Return whether the block is new, and its payload bytes as it is stored."""
         replaces = False
         if self._directory.has(key):
-            replaces = self._unreadable(key) is not None
+            header = self._header(key)
+            replaces = self._unreadable_header(key, header) is not None
             if not replaces:
-                return False
+                return False, block_file.payload_bytes_of(header, source.nbytes)
         buffers = self._codec.encoded(key, self._order.of(source), origin)
         temporary = self._directory.temporary_path()
         try:
@@ -638,14 +667,15 @@ class PosixStorage:
             except FileNotFoundError:
                 self._directory.restore()
                 create_file(temporary, buffers, self._calls, sync=self._sync)
-            return self._directory.publish(temporary, key, replaces=replaces)
+            is_new = self._directory.publish(temporary, key, replaces=replaces)
         except StorageError:  # the state of the block's final name is unknown
             self._directory.remove_temporary(temporary)
             raise
         except OSError as error:
             self._directory.remove_temporary(temporary)
-            needed_bytes = HEADER_BYTES + source.nbytes
+            needed_bytes = sum(part.nbytes for part in buffers)
             raise refused("write", temporary, needed_bytes, error, self._calls) from error
+        return is_new, sum(part.nbytes for part in buffers[1:])
 
 
 def _is_aligned(view: memoryview) -> bool:

@@ -24,7 +24,15 @@ from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNam
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage import block_file
 from dualpath.storage.block_file import HEADER_BYTES, FileOrder
-from dualpath.storage.contract import ReadOutcome, check_destination, check_sources, run_origins
+from dualpath.storage.compression import Compressor
+from dualpath.storage.contract import (
+    ReadOutcome,
+    WriteOutcome,
+    all_written,
+    check_destination,
+    check_sources,
+    run_origins,
+)
 from dualpath.storage.objects import ObjectInfo, checked_name
 from dualpath.storage.posix import is_folder_name, is_object_name, namespace_name, object_name
 from dualpath.storage.s3_client import RetryPolicy, S3Client, S3Error, S3Location
@@ -144,7 +152,7 @@ class S3Storage:
     403 for a missing object.
 
     Raises ``ConfigError`` if the bucket cannot be used or holds another namespace of this name, or
-    if its blocks are sealed and ``keys`` is None.
+    if its blocks are sealed and ``keys`` is None.  ``compressor`` compresses written blocks.
     """
 
     def __init__(
@@ -154,11 +162,12 @@ class S3Storage:
         *,
         retry_policy: RetryPolicy | None = None,
         keys: "KeyRing | None" = None,
+        compressor: Compressor | None = None,
     ) -> None:
         self.parallel_lookups = _PARALLEL_LOOKUPS
         self.namespace = namespace
         self.geometry = namespace.geometry
-        self._codec = block_codec(namespace, keys)
+        self._codec = block_codec(namespace, keys, compressor)
         self._order = FileOrder(namespace.geometry)
         self._folder = namespace_name(namespace)
         self.client = S3Client(location, retry_policy or RetryPolicy())
@@ -190,33 +199,40 @@ class S3Storage:
         flat = check_destination(self.geometry, destination)
         header = memoryview(bytearray(HEADER_BYTES))
         payload = self._order.of(flat, whole=whole)
-        buffers = [header, *payload.buffers]
+        first_bytes = self._codec.first_bytes(payload)
+        parts = block_file.first_of([header, *payload.buffers], HEADER_BYTES + first_bytes)
         name = self.object_name(key)
+        wire_bytes = 0
         try:
-            received = self.client.get_into(name, buffers, all_of_it=whole)
+            received = self.client.get_into(name, parts, all_of_it=whole)
+            arrived_bytes = max((received or 0) - HEADER_BYTES, 0)
+            if block_file.needs_more(header, payload, first_bytes, arrived_bytes):
+                wire_bytes = arrived_bytes
+                received = self.client.get_into(name, [header, *payload.buffers], all_of_it=whole)
         except S3Error as error:
             logger.warning("read failed: %s", error)
-            return ReadOutcome(0, f"read error: {error}")
+            return ReadOutcome(wire_bytes, f"read error: {error}")
         if received is None:
-            return ReadOutcome(0, block_file.MISSING)
+            return ReadOutcome(wire_bytes, block_file.MISSING)
         payload_bytes = max(received - HEADER_BYTES, 0)
+        wire_bytes += payload_bytes
         verifier = self._codec.verifier(payload)
         reason = block_file.defect_of_length(verifier, key, header, payload, payload_bytes)
         if reason in block_file.UNREADABLE_HERE:
             self._reports.absent(name, reason)
         elif reason is not None:
             self._discard(name, reason)
-        return ReadOutcome(payload_bytes, reason)
+        return ReadOutcome(wire_bytes, reason)
 
     def write(
         self,
         keys: Sequence[BlockKey],
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
-    ) -> int:
+    ) -> WriteOutcome:
         """Persist new blocks in parallel; see the contract."""
         flat = check_sources(self.geometry, keys, sources)
-        return sum(
+        return all_written(
             _finish(
                 [
                     self._writers.submit(self._write_one, *block)
@@ -247,7 +263,10 @@ class S3Storage:
         except S3Error as error:
             logger.warning("cannot remove corrupt block %s: %s", name, error)
 
-    def _write_one(self, key: BlockKey, source: memoryview, origin: BlockOrigin) -> bool:
+    def _write_one(
+        self, key: BlockKey, source: memoryview, origin: BlockOrigin
+    ) -> tuple[bool, int]:
+        """Return whether the block is new, and its payload bytes as it is stored."""
         with self._writing.alone(key):
             name = self.object_name(key)
             try:
@@ -256,7 +275,7 @@ class S3Storage:
                     header = self.client.get(name, HEADER_BYTES)
                     replaces = header is not None and self._unreadable(name, header) is not None
                     if not replaces:
-                        return False
+                        return False, block_file.payload_bytes_of(header or b"", source.nbytes)
                 content = self._codec.encoded(key, self._order.of(source), origin)
                 is_new = self.client.put(name, content, only_new=not replaces)
             except S3Error as error:
@@ -264,7 +283,7 @@ class S3Storage:
                     f"write of {HEADER_BYTES + source.nbytes} bytes refused: {error}; check the "
                     "bucket's permissions, quota and server"
                 ) from error
-            return is_new
+            return is_new, sum(part.nbytes for part in content[1:])
 
 
 class _Writing:

@@ -28,12 +28,11 @@ from dualpath.storage.block_file import (
     NOT_AUTHENTIC,
     OTHER_FORMAT,
     OTHER_STORAGE_KEY,
-    SEALED_VERSION,
     VERSIONS,
-    BlockCodec,
     BlockHeader,
     BlockVerifier,
     Buffer,
+    Compression,
     DeferredVerifier,
     PlainBlocks,
     Seal,
@@ -44,6 +43,7 @@ from dualpath.storage.block_file import (
     header_version,
     packed_header,
 )
+from dualpath.storage.compression import CompressedBlocks, Compressor
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -73,12 +73,21 @@ def key_ring(text: str, origin: str) -> "KeyRing":
     return KeyRing(text, origin)
 
 
-def block_codec(namespace: StoreNamespace, keys: "KeyRing | None" = None) -> BlockCodec:
-    """Return the codec of a namespace's blocks; raises ``ConfigError`` without its keys."""
+def block_codec(
+    namespace: StoreNamespace,
+    keys: "KeyRing | None" = None,
+    compressor: Compressor | None = None,
+) -> CompressedBlocks:
+    """Return the codec of a namespace's blocks, which ``compressor`` compresses if there is one.
+
+    Compressed blocks are read in any case.  Raises ``ConfigError`` without the namespace's keys.
+    """
     digest, protection = namespace.digest(), namespace.protection
+    block_bytes = namespace.geometry.full_block_bytes
     if protection is msgspec.UNSET:
-        return PlainBlocks(digest)
-    return SealedBlocks(digest, protection, require_keys(protection, keys))
+        return CompressedBlocks(PlainBlocks(digest), compressor, block_bytes)
+    sealed = SealedBlocks(digest, protection, require_keys(protection, keys))
+    return CompressedBlocks(sealed, compressor, block_bytes)
 
 
 def require_keys(protection: Protection, keys: "KeyRing | None") -> "KeyRing":
@@ -189,7 +198,11 @@ class SealedBlocks:
         return OTHER_STORAGE_KEY
 
     def encoded(
-        self, key: BlockKey, payload: Sections, origin: BlockOrigin = UNKNOWN_ORIGIN
+        self,
+        key: BlockKey,
+        payload: Sections,
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
+        compression: Compression | None = None,
     ) -> list[memoryview]:
         """Seal; ciphertext is in a buffer of this thread, ``payload`` is not changed."""
         seal = Seal(self._kind, self._keys.newest.id, self._random_bytes(_SALT_BYTES))
@@ -200,7 +213,7 @@ class SealedBlocks:
             sizes = (payload.size_bytes, Sections(tail).size_bytes)
             tags = (head_tag, tail_tag)
             return packed_header(
-                BlockHeader(SEALED_VERSION, key, *sizes, self._digest, *tags, origin, seal)
+                BlockHeader(key, *sizes, self._digest, *tags, origin, seal, compression)
             )
 
         bound = authenticated_fields(header(_NO_TAG, _NO_TAG))
@@ -213,7 +226,22 @@ class SealedBlocks:
 
     def defect(self, key: BlockKey, header: memoryview | bytes, payload: Sections) -> str | None:
         """Verify the tags and decrypt; a block with a wrong tag is "not authentic"."""
-        found = header_asked_for(key, self._digest, header, payload)
+        return self._defect(key, header, payload, compressed=False)
+
+    def defect_of_compressed(
+        self, key: BlockKey, header: memoryview | bytes, stored: Sections
+    ) -> str | None:
+        """Verify the tags of the stored bytes and decrypt them."""
+        return self._defect(key, header, stored, compressed=True)
+
+    def verifier(self, payload: Sections) -> BlockVerifier:
+        """Return a deferred verifier: the block's key depends on the header, read with the rest."""
+        return DeferredVerifier(self, payload)
+
+    def _defect(
+        self, key: BlockKey, header: memoryview | bytes, payload: Sections, *, compressed: bool
+    ) -> str | None:
+        found = header_asked_for(key, self._digest, header, payload, compressed=compressed)
         if isinstance(found, str):
             return found
         seal = found.seal
@@ -229,10 +257,6 @@ class SealedBlocks:
             sections.append((_TAIL_NONCE, found.tail_checksum, payload.tail))
         opens = all(self._open(secret, nonce, tag, bound, part) for nonce, tag, part in sections)
         return None if opens else NOT_AUTHENTIC
-
-    def verifier(self, payload: Sections) -> BlockVerifier:
-        """Return a deferred verifier: the block's key depends on the header, read with the rest."""
-        return DeferredVerifier(self, payload)
 
     def _close(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
 from dualpath.core.errors import ConfigError
 from dualpath.core.recent import Recent
-from dualpath.storage.contract import BlockStorage, DeclinedError, ReadOutcome
+from dualpath.storage.contract import BlockStorage, DeclinedError, ReadOutcome, WriteOutcome
 
 
 class WrappingStorage:
@@ -34,15 +34,15 @@ class WrappingStorage:
         keys: Sequence[BlockKey],
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
-    ) -> int:
+    ) -> WriteOutcome:
         """Write to the inner backend and report the stored blocks to ``_stored``."""
         try:
-            new_blocks = self.inner.write(keys, sources, origin)
+            outcome = self.inner.write(keys, sources, origin)
         except DeclinedError as declined:
-            self._stored(keys[: declined.stored], sources)
+            self._stored(keys[: declined.outcome.stored], sources)
             raise
         self._stored(keys, sources)
-        return new_blocks
+        return outcome
 
     def used(self, key: BlockKey) -> None:
         """Record the use in the inner backend."""

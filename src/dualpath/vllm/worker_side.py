@@ -226,15 +226,14 @@ class WorkerSide:
             place=self._place._replace(memory=self._memory),
             former_epoch=None if self._former is None else self._former[0],
             hbm_pool=self._area,
+            former_rates=None if self._former is None else self._former[1],
         )
         self._memory = None
         events = self._config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
             self._membership.manager.block_events.enabled = True
         on_drain_signal(self._request_drain)
-        if self._former is not None:
-            self._membership.rates = self._former[1]
-        elif needs_costs(self._settings):
+        if self._former is None and needs_costs(self._settings):
             self._membership.measure_reading()
         dp = agree_on_group(self._settings.engine_id, self._config.parallel_config)
         self._membership.join(self._settings.api_url, self._watch_parent, dp)

@@ -297,7 +297,7 @@ class BlockSubject(FolderSubject):
     def input(self, inputs: Inputs) -> tuple[bytes, bytes, bytes]:
         """Return the requested key, the payload written under it, and the file's bytes."""
         key = inputs.random.randbytes(32)
-        payload = inputs.random.randbytes(self._into.nbytes)
+        payload = self.payload(inputs)
         other = inputs.random.randbytes(32) if inputs.chance(0.1) else key
         digest = "0" * 16 if inputs.chance(0.1) else self.namespace.digest()
         sections = _ORDER.of(memoryview(payload))
@@ -311,6 +311,10 @@ class BlockSubject(FolderSubject):
             case 2:
                 whole = whole[:HEADER_BYTES] + inputs.damaged(whole[HEADER_BYTES:])
         return key, payload, whole
+
+    def payload(self, inputs: Inputs) -> bytes:
+        """Return the payload of an input."""
+        return inputs.random.randbytes(self._into.nbytes)
 
     async def run_input(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
         """Write the file and read the block."""
@@ -346,5 +350,5 @@ class BlockSubject(FolderSubject):
     async def still_works(self) -> None:
         """A block can be written and read."""
         key, payload = b"k" * 32, bytearray(b"p" * self._into.nbytes)
-        assert self._storage.write([key], [memoryview(payload)]) == 1
+        assert self._storage.write([key], [memoryview(payload)]).new == 1
         assert self._storage.read(key, self._into).is_good

@@ -31,7 +31,7 @@ from dualpath.engine.threads import TimeLimit
 from dualpath.plan.steps import Step
 from dualpath.router.token_api.wire import GenerateRequest, decode_body
 from dualpath.storage.block_file import HEADER_BYTES
-from dualpath.storage.contract import BlockStorage, ReadOutcome, run_origins
+from dualpath.storage.contract import BlockStorage, ReadOutcome, WriteOutcome, run_origins
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.node_dram import NodeDram
 from dualpath.storage.objects import ObjectInfo, ObjectTree, PosixObjects
@@ -131,13 +131,13 @@ class SimStorage:
         keys: Sequence[BlockKey],
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
-    ) -> int:
+    ) -> WriteOutcome:
         """Write one block after the other, each after a delay."""
-        new = 0
+        outcome = WriteOutcome()
         for key, source, own in zip(keys, sources, run_origins(keys, origin), strict=True):
             self._pace.take_time("write")
-            new += self._inner.write([key], [source], own)
-        return new
+            outcome = outcome.plus(self._inner.write([key], [source], own))
+        return outcome
 
     def used(self, key: BlockKey) -> None:
         """See ``BlockStorage``; nothing to record here."""

@@ -468,17 +468,17 @@ THIRD_BUGS: dict[str, PlantedBug] = {
 
 def _written_in_place(
     self: PosixStorage, key: BlockKey, source: memoryview, origin: BlockOrigin
-) -> bool:
+) -> tuple[bool, int]:
     """``PosixStorage._write_one`` without a temporary name."""
     if self.is_stored(key):
-        return False
+        return False, source.nbytes
     path = str(self.block_path(key))
     try:
         self._calls.makedirs(os.path.dirname(path), exist_ok=True)
         create_file(path, self._codec.encoded(key, self._order.of(source), origin), self._calls)
     except OSError as error:
         raise refused("write", path, source.nbytes, error, self._calls) from error
-    return True
+    return True, source.nbytes
 
 
 def _skipping_unread(

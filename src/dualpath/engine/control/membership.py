@@ -22,8 +22,9 @@ from dualpath.core.control import (
     Report,
     RouterMessage,
 )
+from dualpath.core.extras import extra
 from dualpath.core.key_cache import Adapter
-from dualpath.core.rates import Rate, RateOrigin, Rates, RecomputeWeight
+from dualpath.core.rates import Rate, RateOrigin, Rates, RecomputeWeight, StorageCodec
 from dualpath.engine.buffer.hbm_reservations import HbmPool
 from dualpath.engine.control.link import ControlLink
 from dualpath.engine.control.surroundings import LIVE, Surroundings
@@ -36,6 +37,7 @@ from dualpath.engine.passes.pass_transfers import BlockHolder
 from dualpath.engine.ranks.rank import ALONE, RankPlace
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.threads import LEAVE_S, TimeLimit
+from dualpath.storage.compression import chosen_codec, find_zstd, measure_codec
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +78,8 @@ class Membership:
     Each process of an engine has a unique ``epoch``, so that others detect a restart.  A process
     whose weights change, or that has slept, leaves and joins again with a new membership, to which
     it passes ``former_epoch``: memory, caches, namespace and connections are new, as those of a
-    restarted engine.  Raises ``ConfigError`` if the storage, buffer or transport cannot be opened.
+    restarted engine.  With ``former_rates`` nothing is measured again.  Raises ``ConfigError`` if
+    the storage, buffer or transport cannot be opened.
     """
 
     def __init__(
@@ -91,12 +94,19 @@ class Membership:
         place: RankPlace = ALONE,
         former_epoch: str | None = None,
         hbm_pool: HbmPool | None = None,
+        former_rates: Rates | None = None,
     ) -> None:
+        self.rates = former_rates or Rates(read_bytes=_bounded(settings.snic_bytes_per_s))
+        self._surroundings = surroundings
+        if former_rates is None:
+            self.rates = self._with_codec(settings, namespace)
+        codec = self.rates.storage_codec
+        settings = msgspec.structs.replace(
+            settings, storage_codec="off" if codec is None else codec.codec
+        )
         self.settings = settings
-        self.rates = Rates(read_bytes=_bounded(settings.snic_bytes_per_s))
         new_epoch = surroundings.new_epoch()
         self.epoch = new_epoch if former_epoch is None else next_data_plane(former_epoch)
-        self._surroundings = surroundings
         self._namespace = namespace
         self._model = model
         self._link: ControlLink | None = None
@@ -180,13 +190,53 @@ class Membership:
         ten.
         """
         if self.rates.read_bytes is None and self.settings.mode.moves_bytes:
-            namespace = msgspec.structs.replace(self._namespace, model=PROBE_MODEL)
-            rate = measure(
-                self._surroundings.open_storage(self.settings, namespace),
-                self.settings.parallel_reads,
-                self._surroundings.threads,
-            )
+            rate = self._measured_reading(self.settings, self._namespace)
+            codec = self.rates.storage_codec
+            if rate is not None and codec is not None and codec.codec != "off":
+                rate = Rate(codec.kv_bytes_per_s(rate.per_s), rate.origin)
             self.rates = msgspec.structs.replace(self.rates, read_bytes=rate)
+
+    def _measured_reading(self, settings: EngineSettings, namespace: StoreNamespace) -> Rate | None:
+        """Measure reads of blocks that cannot be compressed."""
+        plain = msgspec.structs.replace(settings, storage_codec="off")
+        probed = msgspec.structs.replace(namespace, model=PROBE_MODEL)
+        return measure(
+            self._surroundings.open_storage(plain, probed),
+            settings.parallel_reads,
+            self._surroundings.threads,
+        )
+
+    def _with_codec(self, settings: EngineSettings, namespace: StoreNamespace) -> Rates:
+        """Return the rates with the choice of the storage's codec, None if none is set.
+
+        ``auto`` measures storage unless its rate is set; that is measured once.
+        """
+        if settings.storage_codec == "off":
+            return self.rates
+        reading, threads = (
+            self.rates.read_bytes,
+            (settings.parallel_reads, settings.parallel_writes),
+        )
+        chooses, why = settings.storage_codec == "auto", settings.codec_refusal
+        if chooses and why is None and find_zstd() is None:
+            why = f"the package backports.zstd is not installed; {extra('zstd').remedy}"
+        if why is not None:
+            codec = StorageCodec("off", why)
+        elif chooses:
+            reading = reading or self._measured_reading(settings, namespace)
+            per_s = None if reading is None else reading.per_s
+            codec = chosen_codec(measure_codec(namespace, *threads), per_s)
+        else:
+            codec = measure_codec(namespace, *threads)
+        if reading is not None and codec.codec != "off":
+            reading = Rate(codec.kv_bytes_per_s(reading.per_s), reading.origin)
+        log.info(
+            "storage_codec is %s: blocks are written %s (%s)",
+            settings.storage_codec,
+            "plain" if codec.codec == "off" else f"with {codec.codec}",
+            codec.reason,
+        )
+        return msgspec.structs.replace(self.rates, read_bytes=reading, storage_codec=codec)
 
     def set_compute_rate(
         self,

@@ -28,6 +28,7 @@ from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.node.cluster_secret import load_secret
 from dualpath.node.host_process import has_exited, this_process
 from dualpath.node.system_calls import KERNEL, SystemCalls
+from dualpath.storage.compression import Compressor
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.factory import open_storage, open_tree
 from dualpath.storage.node_dram import NodeDram
@@ -52,6 +53,7 @@ def _open_storage(settings: EngineSettings, namespace: StoreNamespace) -> BlockS
         mode=settings.mode,
         read_bytes_per_s=settings.snic_bytes_per_s or None,
         keys=storage_keys(settings),
+        compressor=Compressor() if settings.storage_codec == "zstd" else None,
         open_plugin=_open_plugin,
     )
 

@@ -310,6 +310,8 @@ class Persister:
         self._busy = 0
         #: Blocks of writes that storage has refused since the last one that it accepted.
         self._refused_blocks = 0
+        #: Stored bytes per byte of KV in the last write, below 1 with compression.
+        self._stored_share = 1.0
         self._closing = False
         self._watchdog = health.watchdog("no write to storage has ended", _WRITE_LIMIT_S)
         self._threads = [
@@ -368,7 +370,9 @@ class Persister:
                 self._busy += 1
                 self._progressed()
             try:
-                self._share.wait_to_write(task.step.bytes, self._progressed)
+                self._share.wait_to_write(
+                    int(task.step.bytes * self._stored_share), self._progressed
+                )
                 task.written(self._write(task))
                 task.then()
             except Exception:  # a defect in a callback must not end a writer
@@ -403,12 +407,10 @@ class Persister:
         start_ns = self._trace.now_ns()
         step, whole = task.step, True
         try:
-            new = self._storage.write(task.keys, task.sources, task.origin)
+            outcome = self._storage.write(task.keys, task.sources, task.origin)
         except DeclinedError as declined:
-            log.debug("%d of %d blocks: %s", declined.stored, len(task.keys), declined)
-            new, whole = declined.new, False
-            share = step.bytes // len(task.keys) if task.keys else 0
-            step = msgspec.structs.replace(step, bytes=declined.stored * share)
+            outcome, whole = declined.outcome, False
+            log.debug("%d of %d blocks: %s", outcome.stored, len(task.keys), declined)
         except StorageError as error:
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(task.keys))
             self._refused(len(task.keys), error)
@@ -420,8 +422,12 @@ class Persister:
         else:
             self._stored(task.keys, task.origin.parent)
         self._accepted()
-        self._counters.add(Counter.PERSISTED_BLOCKS, new)
+        self._counters.add(Counter.PERSISTED_BLOCKS, outcome.new)
+        written_bytes = sum(outcome.payload_bytes)
+        if outcome.stored and step.bytes:
+            self._stored_share = written_bytes * len(task.keys) / (outcome.stored * step.bytes)
+        step = msgspec.structs.replace(step, bytes=written_bytes)
         self._counters.moved(step)
         done = Executed(step, start_ns, self._trace.now_ns())
-        self._trace.moved([(task.request_id, done)], blocks=new)
-        return new if whole else None
+        self._trace.moved([(task.request_id, done)], blocks=outcome.new)
+        return outcome.new if whole else None

@@ -11,12 +11,15 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from dualpath.core.blocks import BlockGeometry, StoreNamespace
+from dualpath.core.extras import extra
 from dualpath.core.settings import Setting, Settings
-from dualpath.engine.settings import DEFAULT_PARALLEL_READS, BufferBytes
+from dualpath.engine.settings import DEFAULT_PARALLEL_READS, DEFAULT_PARALLEL_WRITES, BufferBytes
 from dualpath.launch.doctor import network, software
 from dualpath.launch.doctor.finding import Finding, error, mebibytes, ok, warning
 from dualpath.launch.doctor.node import Node
 from dualpath.node.output_files import not_creatable
+from dualpath.storage.compression import chosen_codec, find_zstd, measure_codec
 from dualpath.storage.factory import directory_of
 
 # ----------------------------------------------------------------------------------------- machine
@@ -201,7 +204,23 @@ def storage(measured: StorageMeasurement, expected_bytes_per_s: float = 0.0) -> 
         remedy += " prefer a file system with O_DIRECT"
         direct = warning("Storage O_DIRECT", "not supported", "supported", remedy)
     write = ok("Storage writes", f"{measured.write_bytes_per_s / 1e6:.0f} MB/s, flushed")
-    return (read, direct, write, _space(measured))
+    return (read, direct, write, storage_codec(rate), _space(measured))
+
+
+#: A block of a model of 39 layers with 64 KiB each, by which compression is judged here; an engine
+#: takes its own.
+_SAMPLE = StoreNamespace("doctor", "bfloat16", "NHD", BlockGeometry.uniform(39, 64, 1 << 16))
+
+
+def storage_codec(storage_bytes_per_s: float) -> Finding:
+    """Report whether blocks would be compressed with ``storage_codec`` auto."""
+    check = "Storage codec"
+    if find_zstd() is None:
+        return ok(check, f"not measured: {extra('zstd').remedy} for compressed blocks")
+    measured = measure_codec(_SAMPLE, DEFAULT_PARALLEL_READS, DEFAULT_PARALLEL_WRITES)
+    choice = chosen_codec(measured, storage_bytes_per_s)
+    auto = "off" if choice.codec == "off" else "on"
+    return ok(check, f"storage_codec auto would be {auto}: {choice.reason}")
 
 
 def _space(measured: StorageMeasurement) -> Finding:

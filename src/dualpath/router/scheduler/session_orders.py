@@ -114,7 +114,8 @@ class SessionOrders:
         read = info.rates.read_bytes
         return DecodeBuffer(
             blocks=info.buffer_tokens // geometry.block_tokens,
-            # A DE does not measure it; the PEs' measurements hold for all nodes, as in α.
+            # A DE measures it for storage_codec auto only; else the PEs' measurements hold for all
+            # nodes, as in α.
             blocks_per_s=read.per_s / geometry.full_block_bytes
             if read
             else self._read_tokens_per_s() / geometry.block_tokens,
