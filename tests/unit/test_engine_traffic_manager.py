@@ -90,7 +90,7 @@ def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
 
     def slow_write(
         keys: Sequence[bytes], sources: Sequence[memoryview], origin: BlockOrigin = UNKNOWN_ORIGIN
-    ) -> int:
+    ) -> WriteOutcome:
         entered.set()
         assert gate.wait(GUARD_S)
         return write_now(keys, sources, origin)
