@@ -285,7 +285,7 @@ NOT_AUTHENTIC = "not authentic"
 OTHER_FORMAT = "format version"
 #: A block sealed with a storage key that this process does not have.
 OTHER_STORAGE_KEY = "storage key"
-#: A block of a codec that this process does not know, or whose library is not installed.
+#: A block of a codec that is unknown here, or that needs a library which is not installed.
 OTHER_CODEC = "codec"
 #: A compressed block whose content cannot be decompressed, or is not what was compressed.
 DECOMPRESSION = "decompression"

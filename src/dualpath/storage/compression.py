@@ -1,4 +1,4 @@
-"""Compressed blocks: sections whose most significant bytes are compressed with Zstandard.
+"""Compressed blocks: Zstandard compresses the most significant bytes of their numbers.
 
 The exponents of KV's floating-point numbers are alike, its mantissas are noise.  So numbers of two
 or four bytes are split into planes, one for each byte of a number; the plane with sign and exponent
@@ -412,7 +412,7 @@ class CompressedBlocks:
     def defect_of_compressed(
         self, key: BlockKey, header: memoryview | bytes, stored: Sections
     ) -> str | None:
-        """Verify the stored bytes, then decompress them chunk by chunk without keeping them."""
+        """Verify the stored bytes, then decompress them chunk by chunk to compare the checksum."""
         found = decode_header(header)
         if found is None or found.compression is None:
             return BAD_HEADER
