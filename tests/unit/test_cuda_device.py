@@ -286,9 +286,14 @@ class TwoEngines:
         self.decode.register(RegionInfo("buffer", buffer.address, PIECE, PIECE, 8), buffer)
         InProcessTransport("de", fabric)
 
+    def begin_to_connect(self):
+        """Connect as a PE does, which has a view of the DE's buffer for each part of a block."""
+        info = self.decode.info()
+        self.transport.connect(info, [info.regions[0].part("buffer.0", 0, PIECE)])
+
     def connect(self):
         """Connect, and return when the thread that pins has ended."""
-        self.transport.connect(self.decode.info())
+        self.begin_to_connect()
         for thread in threading.enumerate():
             if thread.name == "shared-memory-pin":
                 thread.join(GUARD_S)
@@ -331,7 +336,7 @@ def test_the_network_serves_an_engine_until_its_buffer_is_pinned(two_engines, gp
         return register(*arguments)
 
     monkeypatch.setattr(gpu.runtime, "cudaHostRegister", register_late)
-    two_engines.transport.connect(two_engines.decode.info())
+    two_engines.begin_to_connect()
     early = two_engines.post(Direction.READ, [1], [4])
     assert early.poll() is TransferState.DONE
     pinned.set()

@@ -115,7 +115,7 @@ def test_dualpath_engines_connect_to_the_router_on_the_head_node():
     assert router.node == HEAD
     assert option(router, "--control-host") == HEAD.address
     assert option(router, "--alpha-tokens") == str(3 * 25_000_000 // 32768)
-    assert "--recompute-limit-s" not in router.argv
+    assert option(router, "--recompute-limit-s") == "0"
     for process in rest:
         extra = json.loads(option(process, "--kv-transfer-config"))["kv_connector_extra_config"]
         assert extra["router"] == f"tcp://{HEAD.address}:5700"

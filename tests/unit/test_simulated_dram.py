@@ -56,7 +56,9 @@ def test_requests_wait_for_the_engine_that_caches_them_whatever_fails(
 
     def little_hbm(world: World, faults: int, deadline_s: float) -> ClusterSettings:
         settings = drawn(world, faults, deadline_s)
-        router = msgspec.structs.replace(settings.router, alpha_tokens=4, dram_tier=True)
+        router = msgspec.structs.replace(
+            settings.router, alpha_tokens=4, dram_tier=True, recompute_limit_s=0.0
+        )
         return msgspec.structs.replace(settings, decode=2, hbm_blocks=18, router=router)
 
     def counted(self: TwoPhaseDecodePlacer, *args: object) -> KvWait | None:
@@ -66,7 +68,7 @@ def test_requests_wait_for_the_engine_that_caches_them_whatever_fails(
 
     monkeypatch.setattr(run, "drawn_settings", little_hbm)
     monkeypatch.setattr(TwoPhaseDecodePlacer, "_worth_waiting", counted)
-    for seed in (8, 12, 29, 32, 52, 55, 56, 88):
+    for seed in (111, 128, 137, 147, 154, 159, 175, 176, 191, 192, 198):
         outcome = run_seed(seed)
         assert not outcome.problems, "\n".join(outcome.story)
     assert len(waits) > 10

@@ -42,7 +42,7 @@ def test_third_engines_grant_refuse_and_die_between_grant_read_and_load(
     for seed in SEEDS:
         outcome = run_seed(seed, kinds=kinds)
         assert not outcome.problems, "\n".join(outcome.story)
-    assert seen["granted"] > 50
+    assert seen["granted"] > 40
     assert min(seen[what] for what in ("cached", "refused", "in loads", "before the PE")) > 0
 
 

@@ -29,7 +29,7 @@ from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.core.recent import Recent
 from dualpath.core.session_hints import SessionHints
-from dualpath.engine.buffer import block_buffer
+from dualpath.engine.buffer import block_buffer, dram_tier
 from dualpath.policy.session_warmth import SessionMemory
 from dualpath.router.engine_calls import Job
 from dualpath.router.observe.dashboard import board
@@ -56,6 +56,7 @@ API_KEY = "right"
 #: The constants that bound tables, by module, and their values in these tests.
 BOUNDS: dict[ModuleType, dict[str, int]] = {
     block_buffer: {"_EVICTED_PER_SLOT": 1, "_MAX_STALE": 1, "_SPARE": SMALL},
+    dram_tier: {"MOST_PROMPT_KEYS": 10 * SMALL},
     front_ends: {"_RECENT_RECORDS": SMALL},
     dispatch: {"_RECENT_ASSIGNMENTS": SMALL},
     board: {"_RECENT_REQUESTS": SMALL, "_MAX_ENDED": SMALL, "_WINDOW_SAMPLES": 0},

@@ -15,7 +15,7 @@ from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import expected, job, keys_of
 
 from dualpath.core.cluster import Role
-from dualpath.core.control import PeerUp, PrefillDone, Sync
+from dualpath.core.control import PrefillDone, Sync
 from dualpath.core.errors import (
     BadRequestError,
     DeadlineError,
@@ -348,9 +348,9 @@ async def test_kv_of_a_second_leg_at_another_decode_engine_is_moved_there_or_the
         await first
         named = {
             name: [
-                all(agent.metadata for agent in message.address.agents)
-                for message in every.made.engines[name].received
-                if isinstance(message, PeerUp) and message.address.role is Role.DECODE
+                all(agent.metadata for agent in peer.agents)
+                for peer in every.made.engines[name].named_peers()
+                if peer.role is Role.DECODE
             ]
             for name in ("d0", "d1")
         }
