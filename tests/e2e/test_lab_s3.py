@@ -55,7 +55,7 @@ keys = block_keys(range(int(sys.argv[4])), 1)
 size = namespace.geometry.full_block_bytes
 data = [memoryview(bytearray([i]) * size) for i in range(len(keys))]
 if sys.argv[3] == "write":
-    print(storage.write(keys, data))
+    print(storage.write(keys, data).new)
 else:
     into = [memoryview(bytearray(size)) for _ in keys]
     found = sum(storage.read(key, view).is_good for key, view in zip(keys, into))

@@ -116,6 +116,8 @@ class FakeEngine:
         self.heartbeats = True
         #: Whether its reports of stored chains arrive; they may be lost.
         self.reports_stored = False
+        #: Whether storage refuses what it writes, as with a quota.
+        self.is_refused = False
         #: ``KvInHbm`` is late: the router has it only with the answer to its next ``Sync``.
         self.tokens_come_first = False
         self.counters: dict[str, float] = {}
@@ -489,7 +491,8 @@ class FakeEngine:
                 assert self.content[slot] == key
                 assert slot not in self.windowless
         self.new_blocks[message.request_id] = len({*keys} - self.stored)
-        self.stored.update(keys)
+        if not self.is_refused:
+            self.stored.update(keys)
         self.persisted.add(message.request_id)
         self._free_if_over(message.request_id)
 

@@ -380,6 +380,26 @@ async def test_a_turn_behind_a_moved_prompt_finds_what_both_decode_engines_have_
         await every.nothing_is_left()
 
 
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_moved_prompt_is_looked_up_as_its_former_decode_engine_may_not_have_stored_it(
+    refused: bool,
+) -> None:
+    async with engines(decode=2) as every:
+        for engine in every.made.engines.values():
+            engine.reports_stored = True
+        every.made.engines["d0"].is_refused = refused
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        await every.second("d1", PROMPT, 6, params)
+        await every.nothing_is_left()
+        await asyncio.sleep(1.0)
+        again = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert again is not None
+        assert again["remote_prefill_cached_tokens"] == (0 if refused else 16)
+        assert (await every.second("d1", PROMPT, 6, again)).tokens == expected(PROMPT, 6)
+        await every.nothing_is_left()
+
+
 async def test_a_leg_is_passed_on_if_the_decode_engine_that_got_it_has_no_room_in_hbm() -> None:
     # The HBM of an engine holds one leg.
     async with engines(decode=2, hbm_tokens=300) as every:

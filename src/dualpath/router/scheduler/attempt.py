@@ -1144,9 +1144,13 @@ class EngineAttempt(AttemptChannel):
         scheduler.dispatch.move_ended(self.attempt_id, moved=True)
         self._moved, self._decode_engine = True, target
         self._loaded = Loaded(self._loaded.hit_blocks, (), slots)
-        # It writes the blocks that it generates behind the prompt, which the former DE writes.
-        prompt_blocks = len(self._order.keys)
-        scheduler.chains.note(self._order.keys, prompt_blocks, prompt_blocks, target.engine_id)
+        # It writes the blocks that it generates behind the prompt.  Those of the prompt are written
+        # by the former DE, which may fail: the end of this chain is known only if it had none.
+        scheduler.chains.note(
+            *(self._order.keys, len(self._order.keys), self._stored_blocks),
+            target.engine_id,
+            known=self._known,
+        )
         logger.info(
             "request %s: its KV was moved from %s to %s", self.attempt_id, source, target.engine_id
         )
