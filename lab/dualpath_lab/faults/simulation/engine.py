@@ -633,9 +633,25 @@ class SimEngine:
         plane.hbm.hand_over = noted_hand_over  # type: ignore[method-assign]
 
     def _watch_copies(self, plane: DataPlane) -> None:
-        """Check that a request is copied into HBM only from slots that it holds."""
+        """Check that requests are copied into HBM only from slots that they hold, or have pinned."""
         copier, buffer = plane.manager._rank.copier, plane.manager.buffer
         copy = copier.into_hbm
+        #: Slots of a request when it has pinned some: a release after that leaves them pinned.
+        held_at_pin: dict[str, set[int]] = {}
+
+        def noting(
+            pin: Callable[[str, tuple[int, ...]], bool],
+        ) -> Callable[[str, tuple[int, ...]], bool]:
+            def noted(request_id: str, slots: tuple[int, ...]) -> bool:
+                holds = {*buffer._pool.slots_of(request_id)}
+                if is_pinned := pin(request_id, slots):
+                    held_at_pin[request_id] = holds
+                return is_pinned
+
+            return noted
+
+        for name in ("pin_lease", "pin_some"):
+            setattr(buffer, name, noting(getattr(buffer, name)))
 
         def checked(
             request_id: str,
@@ -643,7 +659,7 @@ class SimEngine:
             hbm_blocks: Sequence[HbmBlock],
             done: Callable[[str | None], None],
         ) -> None:
-            held = {*buffer.slots_of(request_id)}
+            held = {*buffer.slots_of(request_id)} | held_at_pin.get(request_id, set())
             if others := {slot for step in steps for slot in step.slots} - held:
                 self.shared.world.problem(
                     f"{self.name}: {request_id} is copied from slots {sorted(others)}, which it "
