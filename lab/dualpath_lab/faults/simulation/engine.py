@@ -633,7 +633,7 @@ class SimEngine:
         plane.hbm.hand_over = noted_hand_over  # type: ignore[method-assign]
 
     def _watch_copies(self, plane: DataPlane) -> None:
-        """Check that requests are copied into HBM only from slots that they hold, or have pinned."""
+        """Check that requests are copied into HBM only from slots that they hold or have pinned."""
         copier, buffer = plane.manager._rank.copier, plane.manager.buffer
         copy = copier.into_hbm
         #: Slots of a request when it has pinned some: a release after that leaves them pinned.
