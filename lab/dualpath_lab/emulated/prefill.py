@@ -343,7 +343,7 @@ class PrefillEngine:
             if cached != transfer.hit_blocks * self._plane.geometry.block_tokens:
                 continue
             for run in transfer.hits:
-                if run.side is Role.PREFILL and not run.third:
+                if run.is_at(Role.PREFILL):
                     seeds = request.prefix.seeds[run.blocks.first :]
                     found = self._plane.verify_buffer(
                         CheckedAt.PE_BUFFER, transfer.request_id, run.slots, seeds, self._read(run)

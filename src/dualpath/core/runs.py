@@ -59,6 +59,10 @@ class HitRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         if self.third and self.side is not Role.PREFILL:
             raise ValueError(f"a run at third engine {self.third!r} is of the {self.side}'s side")
 
+    def is_at(self, side: Role) -> bool:
+        """Whether its buffer is that of the request's engine of ``side``, not a third DE's."""
+        return self.side is side and not self.third
+
     @property
     def whole_from(self) -> int:
         """Its first block that has all layers, or the first block after the run."""

@@ -168,12 +168,12 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def blocks_at(self, side: Role) -> int:
         """Return how many hit blocks the engine of a side reads or has in DRAM."""
-        return sum(r.blocks.count for r in self.reads if r.side is side and not r.third)
+        return sum(run.blocks.count for run in self.reads if run.is_at(side))
 
     def cached_end(self, side: Role) -> int:
         """Return the end of the blocks that the engine of a side has in DRAM, 0 for none."""
-        cached = (run for run in self.reads if run.cached and not run.third)
-        return max((run.blocks.end for run in cached if run.side is side), default=0)
+        cached = (run for run in self.reads if run.cached and run.is_at(side))
+        return max((run.blocks.end for run in cached), default=0)
 
 
 # ------------------------------------------------------------------------ events

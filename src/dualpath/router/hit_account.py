@@ -52,7 +52,7 @@ def hit_sources(hits: Sequence[HitRun], block_tokens: int) -> dict[HitPlace, int
     """Return the hit tokens by source; sources without any are left out."""
     tokens: dict[HitPlace, int] = {}
     for run in hits:
-        if run.side is Role.PREFILL and not run.third:
+        if run.is_at(Role.PREFILL):
             source = HitPlace.PE_DRAM if run.cached else HitPlace.PE_STORAGE
         else:
             source = HitPlace.DE_DRAM if run.cached else HitPlace.DE_STORAGE

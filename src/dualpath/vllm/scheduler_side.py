@@ -280,7 +280,7 @@ class SchedulerSide:
         first_token = loaded_tokens - external_tokens
         tokens: dict[CacheHitSource, int] = {}
         for run in transfer.hits:
-            if run.side is not self._role or run.third:
+            if not run.is_at(self._role):
                 continue
             start = max(run.blocks.first * self._block_tokens, first_token)
             count = min(run.blocks.end * self._block_tokens, loaded_tokens) - start

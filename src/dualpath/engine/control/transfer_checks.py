@@ -177,7 +177,7 @@ def _check_hits(transfer: PrefillTransfer, own_slots: int) -> None:
                 f"request {transfer.request_id}: hits at block {run.blocks.first} are at engine "
                 f"{run.third!r}, of which no process is named; send it through the router"
             )
-        most = own_slots if run.side is Role.PREFILL and not run.third else _MAX_SLOTS
+        most = own_slots if run.is_at(Role.PREFILL) else _MAX_SLOTS
         _check_slots(transfer.request_id, "hits", run.slots, run.blocks.count, most)
         block += run.blocks.count
     if block != transfer.hit_blocks:

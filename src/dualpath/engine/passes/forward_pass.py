@@ -170,7 +170,7 @@ class ForwardPass(StreamedPass):
                 f"request {request_id}: block {part.chunk.first} is computed, but its slot at the "
                 f"DE, as those of {transfer.shared_blocks} blocks, is shared with other requests"
             )
-        own = (r for r in transfer.hits if r.side is Role.PREFILL and not r.third)
+        own = (run for run in transfer.hits if run.is_at(Role.PREFILL))
         own_slots = [slot for run in own for slot in run.slots]
         # After a short read the transfer carries fewer slots than the request holds.
         if manager.buffer.slots_of(request_id)[: len(own_slots)] != tuple(own_slots):

@@ -97,7 +97,7 @@ def split_at(runs: Iterable[HitRun], blocks: int) -> tuple[list[HitRun], list[Hi
 
 def side_of(runs: Iterable[HitRun], side: Role) -> list[HitRun]:
     """Return the runs in the buffer of the request's engine of one side."""
-    return [run for run in runs if run.side is side and not run.third]
+    return [run for run in runs if run.is_at(side)]
 
 
 def by_third(runs: Iterable[HitRun]) -> dict[str, list[HitRun]]:

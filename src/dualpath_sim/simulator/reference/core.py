@@ -119,7 +119,7 @@ class Flight:
         self.thirds = _third_sources(assignment)
         self.own_first = self.own_blocks = 0
         for run in assignment.reads:
-            if run.side is Role.PREFILL and not run.third:
+            if run.is_at(Role.PREFILL):
                 self.own_first = run.blocks.first if not self.own_blocks else self.own_first
                 self.own_blocks += run.blocks.count
             if run.cached and not run.third:
