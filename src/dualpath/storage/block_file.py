@@ -554,14 +554,22 @@ def stored_bytes(header: memoryview | bytes, payload: Sections) -> int:
 
 
 def first_of(buffers: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
-    """Return the first ``size_bytes`` of buffers, or all of them."""
+    """Return the first ``size_bytes`` of buffers, or all of them, without empty ones at the end."""
     found = []
     for buffer in buffers:
-        found.append(buffer[:size_bytes])
-        size_bytes -= found[-1].nbytes
         if size_bytes <= 0:
             break
+        found.append(buffer[:size_bytes])
+        size_bytes -= found[-1].nbytes
     return found
+
+
+def fill(buffers: Sequence[memoryview], content: Buffer) -> None:
+    """Copy ``content`` to the beginning of buffers, which have room for all of it."""
+    left = memoryview(content)
+    for part in first_of(buffers, left.nbytes):
+        part[:] = left[: part.nbytes]
+        left = left[part.nbytes :]
 
 
 def needs_more(

@@ -63,6 +63,8 @@ from dualpath.storage.block_file import (
     Sections,
     checksum,
     decode_header,
+    fill,
+    first_of,
     is_compressed,
     stored_bytes,
 )
@@ -141,9 +143,7 @@ class Compressor:
         if head_bytes is None:
             return None
         tail_bytes = self._pack(tail, room[head_bytes:])
-        if not tail_bytes and not head_bytes:
-            return None
-        if tail_bytes is None:
+        if tail_bytes is None or head_bytes + tail_bytes == 0:
             return None
         stored = _sections(room, head_bytes, head_bytes + tail_bytes)
         sizes = (payload.size_bytes, Sections(tail).size_bytes)
@@ -384,8 +384,7 @@ class CompressedBlocks:
 
     def unreadable(self, header: memoryview | bytes) -> str | None:
         """Look for the codec, then let ``inner`` look for its keys."""
-        found = decode_header(header) if is_compressed(header) else None
-        if found is not None and not self._can_decompress(found):
+        if is_compressed(header) and self._decompressible(header) == OTHER_CODEC:
             return OTHER_CODEC
         return self._inner.unreadable(header)
 
@@ -413,18 +412,17 @@ class CompressedBlocks:
         self, key: BlockKey, header: memoryview | bytes, stored: Sections
     ) -> str | None:
         """Verify the stored bytes, then decompress them chunk by chunk to compare the checksum."""
-        found = decode_header(header)
-        if found is None or found.compression is None:
-            return BAD_HEADER
-        if not self._can_decompress(found):
-            return OTHER_CODEC
+        found = self._decompressible(header)
+        if isinstance(found, str):
+            return found
+        _, how = found
         reason = self._inner.defect_of_compressed(key, header, stored)
-        size_bytes = found.compression.payload_bytes
-        if reason is None and size_bytes > _LARGEST_BLOCK_BYTES:
+        if reason is not None:
+            return reason
+        size_bytes = how.payload_bytes
+        if size_bytes > _LARGEST_BLOCK_BYTES or self._block_bytes not in (None, size_bytes):
             return WRONG_LENGTH
-        if reason is None and self._block_bytes not in (None, size_bytes):
-            return WRONG_LENGTH
-        return reason or self._unpacked(found.compression, stored, None)
+        return self._unpacked(how, stored, None)
 
     def verifier(self, payload: Sections) -> BlockVerifier:
         """Let ``inner`` verify while the file is read, as most blocks are not compressed."""
@@ -440,21 +438,24 @@ class CompressedBlocks:
             return payload.size_bytes
         return min(self._head_bytes, payload.size_bytes)
 
-    def _can_decompress(self, found: BlockHeader) -> bool:
-        how = found.compression
-        return how is None or (how.codec == ZSTD_PLANES and self._decompressor is not None)
+    def _decompressible(self, header: memoryview | bytes) -> tuple[BlockHeader, Compression] | str:
+        """Return the header of a compressed block, or why the block cannot be decompressed here."""
+        found = decode_header(header)
+        if found is None or found.compression is None:
+            return BAD_HEADER
+        if found.compression.codec != ZSTD_PLANES or self._decompressor is None:
+            return OTHER_CODEC
+        return found, found.compression
 
     def _decompressed(
         self, key: BlockKey, header: memoryview | bytes, payload: Sections
     ) -> str | None:
         """Replace the stored bytes at the beginning of ``payload`` by the block's KV."""
-        found = decode_header(header)
-        if found is None or found.compression is None:
-            return BAD_HEADER
-        if not self._can_decompress(found):
-            return OTHER_CODEC
-        needed, how = stored_bytes(header, payload), found.compression
-        head_bytes = found.payload_bytes - found.tail_bytes
+        decoded = self._decompressible(header)
+        if isinstance(decoded, str):
+            return decoded
+        found, how = decoded
+        needed, head_bytes = stored_bytes(header, payload), found.payload_bytes - found.tail_bytes
         if head_bytes < 0 or needed > payload.size_bytes:
             return WRONG_LENGTH
         sizes = Sections(payload.head).size_bytes, Sections(payload.tail or ()).size_bytes
@@ -463,8 +464,7 @@ class CompressedBlocks:
             return WRONG_LENGTH
         room = memoryview(_thread_memory(self._per_thread, "room", needed).data).cast("B")
         done = 0
-        for buffer in payload.buffers:
-            piece = buffer[: needed - done]
+        for piece in first_of(payload.buffers, needed):
             room[done : done + piece.nbytes] = piece
             done += piece.nbytes
         stored = _sections(room, head_bytes, needed)
@@ -550,11 +550,7 @@ def measure_codec(namespace: StoreNamespace, readers: int, writers: int) -> Stor
         memory = memoryview(bytearray(block.nbytes))
 
         def decompress() -> None:
-            done = 0
-            for buffer in order.of(memory).buffers:
-                piece = file[done : done + buffer.nbytes]
-                buffer[: len(piece)] = piece
-                done += len(piece)
+            fill(order.of(memory).buffers, file)
             reason = codec.defect(key, header, order.of(memory))
             assert reason is None, f"the sample cannot be decompressed: {reason}"
 

@@ -74,11 +74,7 @@ class MemoryStorage:
         header, payload = block
         into = self._order.of(flat, whole=whole)
         arrived = min(len(payload), block_file.stored_bytes(header, into))
-        done = 0
-        for buffer in into.buffers:
-            piece = payload[done : min(done + buffer.nbytes, arrived)]
-            buffer[: len(piece)] = piece
-            done += len(piece)
+        block_file.fill(into.buffers, memoryview(payload)[:arrived])
         reason = self._codec.defect(key, header, into)
         if reason is not None and reason not in block_file.UNREADABLE_HERE:
             with self._lock:

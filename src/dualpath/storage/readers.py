@@ -8,6 +8,7 @@ from typing import Protocol
 
 from dualpath.core.errors import ConfigError
 from dualpath.node.system_calls import KERNEL, SystemCalls
+from dualpath.storage.block_file import first_of
 
 #: Most buffers per call (IOV_MAX).
 _MAX_BUFFERS = 1024
@@ -93,7 +94,7 @@ class KernelReader:
         done = 0
         piece_bytes = self._equal_pieces(sum(buffer.nbytes for buffer in left))
         while left:
-            wanted = _first(left[:_MAX_BUFFERS], piece_bytes)
+            wanted = first_of(left[:_MAX_BUFFERS], piece_bytes)
             more = self._calls.preadv(descriptor, wanted, done)
             if more == 0:
                 break
@@ -110,14 +111,3 @@ class KernelReader:
         pieces = 1 if few else max(-(-size_bytes // self._piece_bytes), 1)
         aligned = -(-size_bytes // (pieces * _PIECE_ALIGNMENT_BYTES))
         return max(aligned, 1) * _PIECE_ALIGNMENT_BYTES
-
-
-def _first(buffers: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
-    """Return the first ``size_bytes`` of buffers, without empty ones at the end."""
-    found = []
-    for buffer in buffers:
-        if size_bytes <= 0:
-            break
-        found.append(buffer[:size_bytes])
-        size_bytes -= found[-1].nbytes
-    return found
