@@ -18,6 +18,7 @@ from tests.e2e.plain_engine import (
     Answer,
     Round,
     complete,
+    play_plain,
     until,
 )
 from tests.guard import GUARD_S
@@ -47,6 +48,9 @@ from dualpath.vllm.engine_config import (
 from dualpath.vllm.front_end_settings import FrontEndSettings
 from dualpath.vllm.frontend import DualPathLLM
 from dualpath.vllm.generate_client import GenerateClient
+
+#: Of prompts that a decode engine computes alone: what it stores is no hit for the cluster.
+DIRECT_SALT = "direct"
 
 
 class EngineCluster:
@@ -227,6 +231,20 @@ class EngineCluster:
     ) -> Answer:
         """Return the answer to one request."""
         return complete(self.url, prompt, generate, salt, model, hints)
+
+    @property
+    def decode_url(self) -> str:
+        """The address of one decode engine."""
+        return next(state.info.api_url for state in self._alive() if state.info.role is Role.DECODE)
+
+    def ask_alone(self, prompt: Sequence[int], generate: int) -> list[int]:
+        """Return the answer of a decode engine alone, which computes the prompt itself."""
+        model = self.settings.model
+        return complete(self.decode_url, prompt, generate, DIRECT_SALT, model).token_ids
+
+    def play_alone(self, rounds: Sequence[Round]) -> list[list[int]]:
+        """Return the answers of a decode engine alone to each turn of an agent."""
+        return play_plain(self.decode_url, rounds, self.settings.model, DIRECT_SALT)
 
     def cached_blocks(self, keys: Sequence[bytes]) -> dict[str, int]:
         """Return how many blocks of a chain each engine's buffer caches, by the router's index."""

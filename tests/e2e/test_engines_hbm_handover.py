@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
-from tests.e2e.plain_engine import Round, complete, in_parallel, tiny_model, until
+from tests.e2e.plain_engine import Round, in_parallel, tiny_model, until
 from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
@@ -51,19 +51,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCluster]
         yield cluster
 
 
-def decode_url(engines: EngineCluster) -> str:
-    (url,) = (i.api_url for i in engines.service.registry.alive() if i.role is Role.DECODE)
-    return url
-
-
-def plain(engines: EngineCluster, prompt: list[int], generate: int) -> list[int]:
-    """Return the answer of the decode engine alone, which computes the prompt itself."""
-    url = decode_url(engines)
-    return complete(url, prompt, generate, "direct", engines.settings.model).token_ids
-
-
 def preemptions(engines: EngineCluster) -> float:
-    with urllib.request.urlopen(f"{decode_url(engines)}/metrics", timeout=GUARD_S) as response:
+    with urllib.request.urlopen(f"{engines.decode_url}/metrics", timeout=GUARD_S) as response:
         text = response.read().decode()
     return sum(map(float, re.findall(r"^vllm:num_preemptions_total\S* (\S+)", text, re.M)))
 
@@ -77,12 +66,7 @@ def all_hbm_is_free(engines: EngineCluster) -> bool:
 
 def test_turns_of_which_hbm_caches_the_beginning(engines: EngineCluster) -> None:
     """Blocks that vLLM finds in its prefix cache stay; the others change places."""
-    context: list[int] = []
-    truth = []
-    for turn in AGENT:
-        context += turn.append
-        truth.append(plain(engines, context, turn.generate))
-        context += truth[-1]
+    truth = engines.play_alone(AGENT)
     answers = engines.replay(AGENT, "turns")
     assert [answer.token_ids for answer in answers] == truth
     assert [answer.cached_tokens for answer in answers] == engines.expected_hits(AGENT)
@@ -96,7 +80,7 @@ def test_turns_of_which_hbm_caches_the_beginning(engines: EngineCluster) -> None
 def test_requests_that_are_preempted_are_computed_again(engines: EngineCluster) -> None:
     """Two requests generate more than is reserved for them, so that one has to make room."""
     prompts = [[17 + (seed * 37 + index * index) % 480 for index in range(60)] for seed in (1, 2)]
-    truth = [plain(engines, prompt, 400) for prompt in prompts]
+    truth = [engines.ask_alone(prompt, 400) for prompt in prompts]
     before = preemptions(engines)
     answers = in_parallel(
         [partial(engines.ask, prompt, 400, f"long {n}") for n, prompt in enumerate(prompts)]
@@ -110,7 +94,7 @@ def test_requests_that_are_preempted_are_computed_again(engines: EngineCluster) 
 def test_prompts_that_wait_for_the_receiving_share_get_their_turn(engines: EngineCluster) -> None:
     """Each takes four of the nine blocks; six come at once."""
     prompts = [[11 + (seed * 41 + 3 * i) % 480 for i in range(200)] for seed in range(6)]
-    truth = [plain(engines, prompt, 20) for prompt in prompts]
+    truth = [engines.ask_alone(prompt, 20) for prompt in prompts]
     answers = in_parallel(
         [partial(engines.ask, prompt, 20, f"crowd {n}") for n, prompt in enumerate(prompts)]
     )

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
-from tests.e2e.plain_engine import Answer, Round, complete, in_parallel, tiny_model
+from tests.e2e.plain_engine import Answer, Round, in_parallel, tiny_model
 from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
@@ -44,29 +44,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCluster]
         yield cluster
 
 
-def plain(engines: EngineCluster, prompt: list[int], generate: int) -> list[int]:
-    """Return the answer of a decode engine alone, which computes the prompt itself."""
-    url = next(i.api_url for i in engines.service.registry.alive() if i.role is Role.DECODE)
-    return complete(url, prompt, generate, "direct", engines.settings.model).token_ids
-
-
-def truth_of(engines: EngineCluster) -> list[list[int]]:
-    context: list[int] = []
-    truth = []
-    for turn in AGENT:
-        context += turn.append
-        truth.append(plain(engines, context, turn.generate))
-        context += truth[-1]
-    return truth
-
-
 def thirds(engines: EngineCluster) -> set[str]:
     """The third engines of all requests since ``forget_assignments``."""
     return {run.third for made in engines.assignments() for run in made.reads if run.third}
 
 
 def test_turns_of_which_third_engines_read_a_part(engines: EngineCluster) -> None:
-    truth = truth_of(engines)
+    truth = engines.play_alone(AGENT)
     engines.forget_assignments()
     answers = engines.replay(AGENT, "turns")
     assert [answer.token_ids for answer in answers] == truth
@@ -81,7 +65,7 @@ def test_turns_of_which_third_engines_read_a_part(engines: EngineCluster) -> Non
 
 def test_requests_at_once_with_third_engines(engines: EngineCluster) -> None:
     prompts = [[11 + (seed * 41 + 3 * i) % 480 for i in range(330)] for seed in range(4)]
-    truth = [plain(engines, prompt, 8) for prompt in prompts]
+    truth = [engines.ask_alone(prompt, 8) for prompt in prompts]
     for n, prompt in enumerate(prompts):
         engines.ask(prompt, 1, f"crowd {n}")
         engines.wait_stored(prompt, f"crowd {n}")
@@ -98,7 +82,7 @@ def test_requests_at_once_with_third_engines(engines: EngineCluster) -> None:
 def test_a_third_engine_that_is_killed_while_it_serves(engines: EngineCluster) -> None:
     """Whatever it was doing, the answers are right, and the next process serves again."""
     prompts = [[13 + (seed * 43 + 5 * i) % 480 for i in range(330)] for seed in range(4)]
-    truth = [plain(engines, prompt, 8) for prompt in prompts]
+    truth = [engines.ask_alone(prompt, 8) for prompt in prompts]
     for n, prompt in enumerate(prompts):
         engines.ask(prompt, 1, f"killed {n}")
         engines.wait_stored(prompt, f"killed {n}")
