@@ -122,6 +122,17 @@ class Engines:
         )
         return Answer(await self._decode(info, prompt, count, attempt), None)
 
+    async def moving(self) -> "asyncio.Task[Answer]":
+        """Begin a second leg: d1 fetches the prompt from d0 and waits for its ``fetches``."""
+        params = await self.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        target = self.made.engines["d1"]
+        target.fetches.clear()
+        second = asyncio.create_task(self.second("d1", PROMPT, 6, params))
+        while not target.fetched:
+            await asyncio.sleep(0.01)
+        return second
+
     async def again(
         self, engine_id: str, prompt: list[int], count: int, **params: Any
     ) -> tuple[list[int], str]:
@@ -445,12 +456,7 @@ async def test_kv_that_could_not_be_moved_is_not_moved_again() -> None:
 @pytest.mark.parametrize("lost", ["d0", "d1"])
 async def test_a_decode_engine_that_is_lost_during_a_move_ends_it(lost: str) -> None:
     async with engines(decode=2) as every:
-        params = await every.first("p0", PROMPT, remote_engine_id="d0")
-        assert params is not None
-        every.made.engines["d1"].fetches.clear()
-        second = asyncio.create_task(every.second("d1", PROMPT, 6, params))
-        while not every.made.engines["d1"].fetched:
-            await asyncio.sleep(0.01)
+        second = await every.moving()
         await every.made.engines[lost].kill()
         every.made.lose(lost, certain=True)
         assert isinstance((await second).alone, EngineLostError)
@@ -478,12 +484,7 @@ async def test_kv_is_not_used_if_its_source_does_not_confirm_that_its_session_la
 
 async def test_a_client_that_leaves_during_a_move_releases_both_decode_engines() -> None:
     async with engines(decode=2) as every:
-        params = await every.first("p0", PROMPT, remote_engine_id="d0")
-        assert params is not None
-        every.made.engines["d1"].fetches.clear()
-        second = asyncio.create_task(every.second("d1", PROMPT, 6, params))
-        while not every.made.engines["d1"].fetched:
-            await asyncio.sleep(0.01)
+        second = await every.moving()
         second.cancel()
         await asyncio.wait([second])
         every.made.engines["d1"].fetches.set()
@@ -492,12 +493,7 @@ async def test_a_client_that_leaves_during_a_move_releases_both_decode_engines()
 
 async def test_a_front_end_that_ends_during_a_move_releases_both_decode_engines() -> None:
     async with engines(decode=2) as every:
-        params = await every.first("p0", PROMPT, remote_engine_id="d0")
-        assert params is not None
-        every.made.engines["d1"].fetches.clear()
-        second = asyncio.create_task(every.second("d1", PROMPT, 6, params))
-        while not every.made.engines["d1"].fetched:
-            await asyncio.sleep(0.01)
+        second = await every.moving()
         assert len(every.made.service.scheduler.handovers) == 1
         await every.legs["d1"].stop()
         await asyncio.wait([second])
